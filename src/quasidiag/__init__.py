@@ -1,0 +1,34 @@
+"""Natural-gradient training for PyTorch at the price of RMSProp."""
+
+from quasidiag import reference
+from quasidiag.adagrad import AdaGrad
+from quasidiag.layers import Adapter, register_layer
+from quasidiag.moments import Moments
+from quasidiag.optimizer import Riemannian
+from quasidiag.outputs import Bernoulli, Categorical, Gaussian, LearnedGaussian, OutputModel
+from quasidiag.presets import DOP, QDOP, DMCNat, DNat, QDMCNat, QDNat
+from quasidiag.reductions import qd_rank_one_update, qd_solve
+
+__all__ = [
+    "DOP",
+    "QDOP",
+    "AdaGrad",
+    "Adapter",
+    "Bernoulli",
+    "Categorical",
+    "DMCNat",
+    "DNat",
+    "Gaussian",
+    "LearnedGaussian",
+    "Moments",
+    "OutputModel",
+    "QDMCNat",
+    "QDNat",
+    "Riemannian",
+    "qd_rank_one_update",
+    "qd_solve",
+    "reference",
+    "register_layer",
+]
+
+__version__ = "0.1.0"

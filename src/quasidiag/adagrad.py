@@ -1,0 +1,48 @@
+"""The paper's adaptive baseline."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.optim import Optimizer
+
+
+class AdaGrad(Optimizer):
+    r"""AdaGrad with a moving average, as the paper has it (nowadays known as RMSProp).
+
+    .. math::
+        M &← (1-γ) M + γ v^2 \\
+        θ &← θ - η \frac{v}{\sqrt{M} + ε}
+
+    with :math:`v` the minibatch's gradient; the first minibatch sets :math:`M`.
+    """
+
+    def __init__(
+        self, params: Any, lr: float | Tensor = 1e-3, gamma: float = 0.01, eps: float = 1e-8
+    ) -> None:
+        if not float(lr) >= 0 or not 0 <= gamma <= 1 or not eps >= 0:
+            raise ValueError(
+                f"lr={lr}, gamma={gamma}, eps={eps}: none may be negative, gamma at most 1"
+            )
+        super().__init__(params, dict(lr=lr, gamma=gamma, eps=eps))
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:  # type: ignore[override]
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        for group in self.param_groups:
+            for p in group["params"]:
+                if p.grad is None:
+                    continue
+                state = self.state[p]
+                if not state:
+                    state["square"] = p.grad.square()
+                else:
+                    state["square"].lerp_(p.grad.square(), group["gamma"])
+                p.sub_(group["lr"] * p.grad / (state["square"].sqrt() + group["eps"]))
+        return loss

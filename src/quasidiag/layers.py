@@ -1,0 +1,115 @@
+r"""A registry of adapters: how each kind of layer meets its parameters.
+
+The moments of a layer are its own parameter gradients, taken at the inputs ``a`` and ``a²`` with the weights
+:math:`w = δ^2` in the place of the output's gradient:
+
+.. math:: m_{00} = \text{bias\_grad}(w), \quad m_{0i} = \text{weight\_grad}(a, w), \quad
+          m_{ii} = \text{weight\_grad}(a^2, w).
+
+So an adapter says how a gradient is formed, and the rest follows. Arrays keep the batch first; whatever lies between the
+batch and the features (time, space) is *shared*: every position counts as one more occurrence of the unit.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from quasidiag.moments import Moments
+
+
+class Adapter:
+    """How one kind of layer forms the gradient of its weight and bias; subclass and register it."""
+
+    #: Names of the parameters that form the units' blocks. A missing or frozen one is left out.
+    weight: str = "weight"
+    bias: str | None = "bias"
+    #: Whether a shift of the input by a vector is a shift of the whole block (see ``reductions.quasi_diagonal``).
+    shiftable: bool = False
+
+    def activity(self, module: nn.Module, args: tuple[Any, ...]) -> Tensor:
+        """The input that the weights multiply, with the batch first."""
+        return args[0]
+
+    def square(self, a: Tensor) -> Tensor:
+        """The squared activity, where the input stands for the activity itself."""
+        return a.square()
+
+    def weight_grad(self, module: nn.Module, a: Tensor, g: Tensor) -> Tensor:
+        """The gradient of the weight for the activity ``a`` and the output's gradient ``g``, summed over the batch."""
+        raise TypeError(f"{type(self).__name__} does not say how its weight's gradient is formed")
+
+    def bias_grad(self, module: nn.Module, g: Tensor) -> Tensor:
+        """The gradient of the bias, one number a unit."""
+        return g.flatten(0, -2).sum(0)
+
+    def rows(self, module: nn.Module, weight: Tensor) -> Tensor:
+        """The weight (or anything of its shape) as ``[units, inputs]``; a view wherever one exists."""
+        return weight.flatten(1)
+
+    def unrows(self, module: nn.Module, rows: Tensor, shape: torch.Size) -> Tensor:
+        """Back from ``[units, inputs]`` to the weight's own shape."""
+        return rows.view(shape)
+
+    def patches(self, module: nn.Module, a: Tensor, g: Tensor) -> tuple[Tensor, Tensor]:
+        """``[occurrences, inputs]`` and ``[occurrences, units]``: for the full block of each unit."""
+        raise TypeError(
+            f"the unitwise reduction does not cover {type(module).__name__}: use reduction='quasi-diagonal'"
+        )
+
+    def accumulate_(
+        self, module: nn.Module, into: Moments, a: Tensor, w: Tensor, keep: float, gain: float
+    ) -> None:
+        """``into ← keep·into + gain·moments(a, w)``, for those of the three that are kept."""
+        if into.m00 is not None:
+            into.m00.mul_(keep).add_(self.bias_grad(module, w), alpha=gain)
+        if into.m0i is not None:
+            into.m0i.mul_(keep).add_(self.weight_grad(module, a, w), alpha=gain)
+        if into.mii is not None:
+            into.mii.mul_(keep).add_(self.weight_grad(module, self.square(a), w), alpha=gain)
+
+
+_registry: dict[type[nn.Module], Adapter] = {}
+
+
+def register_layer(*kinds: type[nn.Module]) -> Callable[[type[Adapter]], type[Adapter]]:
+    """Class decorator: use this :class:`Adapter` for these layers and for what derives from them."""
+
+    def register(adapter: type[Adapter]) -> type[Adapter]:
+        for kind in kinds:
+            _registry[kind] = adapter()
+        return adapter
+
+    return register
+
+
+def adapter_of(module: nn.Module) -> Adapter | None:
+    """The adapter registered for the module's class or the nearest of its bases, if any."""
+    return next((_registry[kind] for kind in type(module).__mro__ if kind in _registry), None)
+
+
+@register_layer(nn.Linear)
+class LinearAdapter(Adapter):
+    """Dense layer, inputs of any leading shape."""
+
+    shiftable = True
+
+    def weight_grad(self, module: nn.Module, a: Tensor, g: Tensor) -> Tensor:
+        return g.flatten(0, -2).T @ a.flatten(0, -2)
+
+    def patches(self, module: nn.Module, a: Tensor, g: Tensor) -> tuple[Tensor, Tensor]:
+        return a.flatten(0, -2), g.flatten(0, -2)
+
+    def accumulate_(
+        self, module: nn.Module, into: Moments, a: Tensor, w: Tensor, keep: float, gain: float
+    ) -> None:
+        a, w = self.patches(module, a, w)
+        if into.m00 is not None:
+            into.m00.mul_(keep).add_(w.sum(0), alpha=gain)
+        if into.m0i is not None:
+            into.m0i.addmm_(w.T, a, beta=keep, alpha=gain)
+        if into.mii is not None:
+            into.mii.addmm_(w.T, a.square(), beta=keep, alpha=gain)

@@ -1,0 +1,52 @@
+"""The four metrics. One idea, four choices of the vectors that are backpropagated from the output.
+
+==================  =========================================================================================
+outer product       the loss derivative at the real target, free from the ordinary backward pass
+Monte Carlo         the loss derivative at targets drawn from the model's own distribution
+exact               vectors whose outer products sum to the Fisher matrix of the output
+backpropagated      none: the diagonal Fisher matrix of the output, carried back through squared weights
+==================  =========================================================================================
+
+Nothing here knows of layers.
+"""
+
+from __future__ import annotations
+
+from typing import Literal, get_args
+
+import torch
+from torch import Generator, Tensor
+
+from quasidiag.outputs import OutputModel
+
+Metric = Literal["outer-product", "monte-carlo", "exact", "backpropagated"]
+METRICS: tuple[str, ...] = get_args(Metric)
+
+
+@torch.no_grad()
+def cotangents(
+    metric: str,
+    criterion: OutputModel,
+    output: Tensor,
+    target: Tensor,
+    samples: int = 1,
+    generator: Generator | None = None,
+) -> list[Tensor]:
+    r"""The vectors at the output whose backpropagated squares sum to the metric's weights :math:`w = \sum_k δ_k^2`.
+
+    Each is a derivative of one sample's own loss (not of the mean).
+    """
+    output = output.detach()
+    if output.dtype in (torch.float16, torch.bfloat16):
+        output = output.float()
+    if metric == "outer-product":
+        vectors = [criterion.residual(output, target)]
+    elif metric == "monte-carlo":
+        draws = (criterion.sample(output, generator) for _ in range(samples))
+        vectors = [criterion.residual(output, draw) / samples**0.5 for draw in draws]
+    elif metric == "exact":
+        vectors = list(criterion.vectors(output))
+    else:
+        raise ValueError(f"the {metric} metric has no vectors at the output")
+    counted = criterion.counted(output, target)
+    return vectors if counted is None else [torch.where(counted, v, 0.0) for v in vectors]

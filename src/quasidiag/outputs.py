@@ -1,0 +1,247 @@
+r"""Output models: what the network's output says about the target.
+
+Each is a criterion whose value is the mean negative log-likelihood :math:`ℓ = -\ln p(t | y)` over the batch, and
+knows what the metrics ask of it: a target drawn from the model (Monte Carlo), vectors whose outer products sum to the
+Fisher matrix of the output (exact), its diagonal (backpropagated), and its quadratic form.
+
+==================  =============================================  ======================================
+model               Fisher matrix of the output                    vectors
+==================  =============================================  ======================================
+categorical         :math:`\mathrm{diag}(p) - p p^⊤` on logits     :math:`\sqrt{p_k}(p - e_k)`
+Gaussian            :math:`\mathrm{diag}(1/σ^2)`                   :math:`e_k/σ_k`
+Bernoulli           :math:`\mathrm{diag}(y(1-y))` on logits        :math:`\sqrt{y_k(1-y_k)}\, e_k`
+==================  =============================================  ======================================
+"""
+
+from __future__ import annotations
+
+import math
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+
+import torch
+import torch.nn.functional as F
+from torch import Generator, Tensor, nn
+
+
+class OutputModel(nn.Module, ABC):
+    """A criterion that is also a probability model of the target."""
+
+    @abstractmethod
+    def forward(self, output: Tensor, target: Tensor) -> Tensor:
+        """The mean negative log-likelihood over the batch."""
+
+    def terms(self, output: Tensor, target: Tensor) -> int | Tensor:
+        """How many samples the mean is over."""
+        return output.shape[0]
+
+    def counted(self, output: Tensor, target: Tensor) -> Tensor | None:
+        """A mask over the output where some samples do not count, else ``None``."""
+        return None
+
+    @abstractmethod
+    def residual(self, output: Tensor, target: Tensor) -> Tensor:
+        """The derivative of each sample's negative log-likelihood with respect to the output."""
+
+    @abstractmethod
+    def sample(self, output: Tensor, generator: Generator | None = None) -> Tensor:
+        """A target drawn from the model, for each sample."""
+
+    @abstractmethod
+    def vectors(self, output: Tensor) -> Tensor:
+        """``[K, *output.shape]``: vectors whose outer products sum to the Fisher matrix of each sample's output."""
+
+    @abstractmethod
+    def fisher(self, output: Tensor) -> Tensor:
+        """The diagonal of the Fisher matrix of each sample's output."""
+
+    def inner(self, output: Tensor, u: Tensor, v: Tensor) -> Tensor:
+        """The quadratic form ‹u, F v› of the output's Fisher matrix, summed over the batch."""
+        return (self.fisher(output) * u * v).sum()
+
+    def parameter_fisher(self) -> dict[nn.Parameter, Tensor]:
+        """The diagonal Fisher information of the criterion's own parameters, in closed form."""
+        return {}
+
+    @torch.no_grad()
+    def project_(self) -> None:
+        """Bring the criterion's own parameters back into their bounds, after a step."""
+
+
+class Categorical(OutputModel):
+    r"""Softmax: logits ``[..., K]``, targets the class numbers ``[...]``.
+
+    The value is the mean of :math:`-\ln p_t` over all targets but those equal to ``ignore_index``.
+    """
+
+    def __init__(self, ignore_index: int = -100) -> None:
+        super().__init__()
+        self.ignore_index = ignore_index
+
+    def forward(self, output: Tensor, target: Tensor) -> Tensor:
+        self._check(output, target)
+        k = output.shape[-1]
+        return F.cross_entropy(
+            output.reshape(-1, k), target.reshape(-1), ignore_index=self.ignore_index
+        )
+
+    def _check(self, output: Tensor, target: Tensor) -> None:
+        if output.dim() < 2:
+            raise ValueError(
+                f"Categorical wants logits [..., classes], not shape {tuple(output.shape)}"
+            )
+        if target.is_floating_point() or target.is_complex() or target.dtype == torch.bool:
+            raise TypeError(
+                f"Categorical wants class numbers (int64) as target, not {target.dtype}"
+            )
+        if target.shape != output.shape[:-1]:
+            raise ValueError(
+                f"target of shape {tuple(target.shape)} does not fit logits {tuple(output.shape)}: classes are the last "
+                f"dimension, so the target must have shape {tuple(output.shape[:-1])}"
+            )
+        if target.device.type == "cpu" and target.numel():
+            wrong = ((target < 0) | (target >= output.shape[-1])) & (target != self.ignore_index)
+            if wrong.any():
+                raise ValueError(
+                    f"target holds class {int(target[wrong][0])}, outside 0..{output.shape[-1] - 1}"
+                )
+
+    def terms(self, output: Tensor, target: Tensor) -> int | Tensor:
+        count = (target != self.ignore_index).sum()
+        return int(count) if target.device.type == "cpu" else count
+
+    def counted(self, output: Tensor, target: Tensor) -> Tensor | None:
+        return (target != self.ignore_index).unsqueeze(-1)
+
+    def residual(self, output: Tensor, target: Tensor) -> Tensor:
+        classes = target.clamp_min(0).unsqueeze(-1)
+        return output.softmax(-1).scatter_add(-1, classes, -torch.ones_like(output))
+
+    def sample(self, output: Tensor, generator: Generator | None = None) -> Tensor:
+        # A non-finite row makes multinomial abort, on CUDA with the whole context; its draw is never used.
+        p = torch.nan_to_num(output.softmax(-1), nan=1.0).reshape(-1, output.shape[-1])
+        return torch.multinomial(p, 1, generator=generator).reshape(output.shape[:-1])
+
+    def vectors(self, output: Tensor) -> Tensor:
+        p = output.softmax(-1)
+        k = p.shape[-1]
+        basis = torch.eye(k, dtype=p.dtype, device=p.device).view(k, *[1] * (p.dim() - 1), k)
+        return p.movedim(-1, 0).unsqueeze(-1).sqrt() * (p - basis)
+
+    def fisher(self, output: Tensor) -> Tensor:
+        p = output.softmax(-1)
+        return p * (1 - p)
+
+    def inner(self, output: Tensor, u: Tensor, v: Tensor) -> Tensor:
+        p = output.softmax(-1)
+        mean_u, mean_v = (p * u).sum(-1, keepdim=True), (p * v).sum(-1, keepdim=True)
+        return (p * (u - mean_u) * (v - mean_v)).sum()
+
+
+class _Elementwise(OutputModel):
+    """Outputs independent given the network: the Fisher matrix is diagonal, one vector a coordinate."""
+
+    def vectors(self, output: Tensor) -> Tensor:
+        flat = self.fisher(output).sqrt().expand_as(output).flatten(1)
+        return torch.diag_embed(flat).movedim(-2, 0).reshape(flat.shape[1], *output.shape)
+
+    @staticmethod
+    def _check(output: Tensor, target: Tensor) -> None:
+        if target.shape != output.shape:
+            raise ValueError(
+                f"target of shape {tuple(target.shape)} does not fit the output {tuple(output.shape)}"
+            )
+        if not target.is_floating_point():
+            raise TypeError(f"target must be a floating-point tensor, not {target.dtype}")
+
+
+class Gaussian(_Elementwise):
+    r"""Independent normal outputs of given standard deviation, around the network's output.
+
+    .. math:: ℓ = \sum_k \frac{(y_k - t_k)^2}{2σ_k^2} + \ln σ_k + \tfrac12 \ln 2π
+    """
+
+    std: Tensor
+
+    def __init__(self, std: float | Tensor = 1.0) -> None:
+        super().__init__()
+        std = torch.as_tensor(std, dtype=torch.get_default_dtype())
+        if not bool(((std > 0) & std.isfinite()).all()):
+            raise ValueError(f"std must be positive and finite, not {std.tolist()}")
+        self.register_buffer("std", std)
+
+    def forward(self, output: Tensor, target: Tensor) -> Tensor:
+        self._check(output, target)
+        std = self.std.to(output.dtype)
+        constant = std.log().expand(output.shape[1:]).sum() + math.log(2 * math.pi) / 2 * (
+            output[0].numel()
+        )
+        return ((output - target) / std).square().sum() / (2 * output.shape[0]) + constant
+
+    def residual(self, output: Tensor, target: Tensor) -> Tensor:
+        return (output - target) / self._std(output).square()
+
+    def sample(self, output: Tensor, generator: Generator | None = None) -> Tensor:
+        noise = torch.randn(
+            output.shape, generator=generator, dtype=output.dtype, device=output.device
+        )
+        return output + self._std(output) * noise
+
+    def fisher(self, output: Tensor) -> Tensor:
+        return self._std(output).square().reciprocal().expand_as(output)
+
+    def _std(self, output: Tensor) -> Tensor:
+        return self.std.detach().to(output.dtype)
+
+
+class LearnedGaussian(Gaussian):
+    r"""Normal outputs whose standard deviations are learned, one per output and never below ``min_std``.
+
+    The parameter is :math:`\ln σ`, whose Fisher information is 2 for every output, whatever the network does. 8-bit
+    images cannot be known better than ``min_std=1/256``.
+    """
+
+    def __init__(self, n: int | Sequence[int], min_std: float = 1 / 256) -> None:
+        nn.Module.__init__(self)
+        if not (math.isfinite(min_std) and min_std > 0):
+            raise ValueError(f"min_std must be positive and finite, not {min_std}")
+        self.min_std = min_std
+        self.log_std = nn.Parameter(torch.zeros(n))
+
+    @property
+    def std(self) -> Tensor:  # type: ignore[override]
+        # The bound acts on the value alone, so that a σ at the bound can still be pulled up.
+        bounded = self.log_std.detach().clamp_min(math.log(self.min_std)) - self.log_std.detach()
+        return (self.log_std + bounded).exp()
+
+    def parameter_fisher(self) -> dict[nn.Parameter, Tensor]:
+        return {self.log_std: torch.full_like(self.log_std, 2.0)}
+
+    @torch.no_grad()
+    def project_(self) -> None:
+        self.log_std.clamp_(min=math.log(self.min_std))
+
+
+class Bernoulli(_Elementwise):
+    r"""Independent coins with the network's output as logits; targets in [0, 1].
+
+    .. math:: ℓ = -\sum_k t_k \ln y_k + (1 - t_k) \ln(1 - y_k), \qquad y = \mathrm{sigmoid}(\text{output})
+    """
+
+    def forward(self, output: Tensor, target: Tensor) -> Tensor:
+        self._check(output, target)
+        if target.device.type == "cpu" and bool(((target < 0) | (target > 1)).any()):
+            raise ValueError("Bernoulli wants targets between 0 and 1")
+        total = F.binary_cross_entropy_with_logits(output, target, reduction="sum")
+        return total / output.shape[0]
+
+    def residual(self, output: Tensor, target: Tensor) -> Tensor:
+        return output.sigmoid() - target
+
+    def sample(self, output: Tensor, generator: Generator | None = None) -> Tensor:
+        y = torch.nan_to_num(output.sigmoid(), nan=0.5)
+        return torch.bernoulli(y, generator=generator)
+
+    def fisher(self, output: Tensor) -> Tensor:
+        y = output.sigmoid()
+        return y * (1 - y)

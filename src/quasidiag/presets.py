@@ -1,0 +1,67 @@
+"""The paper's six, with its defaults: a metric and a reduction each."""
+
+from __future__ import annotations
+
+from typing import Any, ClassVar
+
+from torch import Tensor, nn
+
+from quasidiag.optimizer import Riemannian
+from quasidiag.outputs import OutputModel
+
+
+class _Preset(Riemannian):
+    _metric: ClassVar[str]
+    _reduction: ClassVar[str]
+
+    def __init__(
+        self,
+        model: nn.Module,
+        criterion: OutputModel | None = None,
+        lr: float | Tensor = 1e-2,
+        **options: Any,
+    ) -> None:
+        for name in ("metric", "reduction"):
+            if name in options:
+                raise TypeError(
+                    f"{type(self).__name__} has its own {name}: use qd.Riemannian to choose another"
+                )
+        super().__init__(
+            model, criterion, lr=lr, metric=self._metric, reduction=self._reduction, **options
+        )
+
+
+class DOP(_Preset):
+    """Diagonal outer product."""
+
+    _metric, _reduction = "outer-product", "diagonal"
+
+
+class QDOP(_Preset):
+    """Quasi-diagonal outer product."""
+
+    _metric, _reduction = "outer-product", "quasi-diagonal"
+
+
+class DMCNat(_Preset):
+    """Diagonal Monte Carlo natural gradient."""
+
+    _metric, _reduction = "monte-carlo", "diagonal"
+
+
+class QDMCNat(_Preset):
+    """Quasi-diagonal Monte Carlo natural gradient."""
+
+    _metric, _reduction = "monte-carlo", "quasi-diagonal"
+
+
+class DNat(_Preset):
+    """Diagonal natural gradient, with the exact Fisher matrix."""
+
+    _metric, _reduction = "exact", "diagonal"
+
+
+class QDNat(_Preset):
+    """Quasi-diagonal natural gradient, with the exact Fisher matrix."""
+
+    _metric, _reduction = "exact", "quasi-diagonal"
