@@ -1,0 +1,173 @@
+"""Output models: value, derivative, draws and Fisher matrix, each from its definition."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+from torch import Tensor, distributions
+
+import quasidiag as qd
+from nets import OUTPUTS, STD, batch, criterion
+
+
+def case(output: str, n: int = 6, k: int = 4) -> tuple[qd.OutputModel, Tensor, Tensor]:
+    y = torch.randn(n, k, generator=torch.Generator().manual_seed(3), dtype=torch.float64)
+    return criterion(output), y, batch(output, n, 2, k)[1]
+
+
+def distribution(output: str, y: Tensor) -> distributions.Distribution:
+    if output == "categorical":
+        return distributions.Categorical(logits=y)
+    if output == "gaussian":
+        return distributions.Normal(y, STD)
+    return distributions.Bernoulli(logits=y)
+
+
+def dense_fisher(output: str, y: Tensor) -> Tensor:
+    """[N, K, K], in closed form."""
+    if output == "categorical":
+        p = y.softmax(-1)
+        return torch.diag_embed(p) - p.unsqueeze(-1) * p.unsqueeze(-2)
+    if output == "gaussian":
+        return torch.diag_embed(torch.full_like(y, STD**-2))
+    return torch.diag_embed(y.sigmoid() * (1 - y.sigmoid()))
+
+
+@pytest.mark.parametrize("output", OUTPUTS)
+def test_value_is_the_mean_negative_log_likelihood(output: str) -> None:
+    model, y, t = case(output)
+    expected = -distribution(output, y).log_prob(t).flatten(1 if output != "categorical" else 0)
+    expected = expected.sum() / len(y)
+    torch.testing.assert_close(model(y, t), expected, rtol=1e-12, atol=1e-12)
+
+
+@pytest.mark.parametrize("output", OUTPUTS)
+def test_residual_is_the_derivative_of_one_sample_s_loss(output: str) -> None:
+    model, y, t = case(output)
+    y.requires_grad_()
+    (gradient,) = torch.autograd.grad(model(y, t) * len(y), y)
+    torch.testing.assert_close(model.residual(y.detach(), t), gradient, rtol=1e-12, atol=1e-12)
+    assert model.terms(y, t) == len(y)
+
+
+@pytest.mark.parametrize("output", OUTPUTS)
+def test_vectors_diagonal_and_inner_product_belong_to_one_fisher_matrix(output: str) -> None:
+    model, y, _ = case(output)
+    fisher = dense_fisher(output, y)
+    vectors = model.vectors(y)
+    assert vectors.shape[1:] == y.shape
+    torch.testing.assert_close(torch.einsum("kni,knj->nij", vectors, vectors), fisher)
+    torch.testing.assert_close(
+        model.fisher(y).expand_as(y), fisher.diagonal(dim1=1, dim2=2), rtol=1e-12, atol=1e-12
+    )
+    u, v = torch.randn(2, *y.shape, dtype=y.dtype)
+    torch.testing.assert_close(
+        model.inner(y, u, v), torch.einsum("ni,nij,nj->", u, fisher, v), rtol=1e-10, atol=1e-10
+    )
+
+
+@pytest.mark.parametrize("output", OUTPUTS)
+def test_draws_follow_the_model(output: str) -> None:
+    """The residuals at drawn targets have mean zero and the Fisher matrix as covariance."""
+    model, y, _ = case(output, n=1)
+    n = 40_000
+    many = y.expand(n, -1)
+    residual = model.residual(many, model.sample(many, torch.Generator().manual_seed(0)))
+    covariance = residual.T @ residual / n
+    fisher = dense_fisher(output, y)[0]
+    spread = 5 * fisher.max() / math.sqrt(n)
+    torch.testing.assert_close(
+        residual.mean(0), torch.zeros(4, dtype=y.dtype), rtol=0, atol=5 * (fisher.max() / n).sqrt()
+    )
+    torch.testing.assert_close(covariance, fisher, rtol=0, atol=2 * spread.item())
+
+
+@pytest.mark.parametrize("output", OUTPUTS)
+def test_draws_come_from_the_generator_alone(output: str) -> None:
+    model, y, _ = case(output)
+    before = torch.get_rng_state()
+    draws = [model.sample(y, torch.Generator().manual_seed(s)) for s in (1, 1, 2)]
+    assert torch.equal(draws[0], draws[1])
+    assert not torch.equal(draws[0], draws[2]) or output == "bernoulli"
+    assert torch.equal(before, torch.get_rng_state())
+
+
+def test_sequences_of_classes_count_every_target() -> None:
+    model = qd.Categorical()
+    y = torch.randn(3, 5, 4, dtype=torch.float64)
+    t = torch.randint(4, (3, 5))
+    t[0, 2:] = -100
+    torch.testing.assert_close(
+        model(y, t), torch.nn.functional.cross_entropy(y.flatten(0, 1), t.flatten())
+    )
+    assert int(model.terms(y, t)) == 12
+    assert qd.Categorical(ignore_index=3).terms(y, t) == int((t != 3).sum())
+
+
+def test_gaussian_takes_a_std_per_output() -> None:
+    std = torch.tensor([0.5, 2.0], dtype=torch.float64)
+    y, t = torch.randn(2, 7, 2, dtype=torch.float64)
+    expected = -distributions.Normal(y, std).log_prob(t).sum() / 7
+    torch.testing.assert_close(qd.Gaussian(std).double()(y, t), expected, rtol=1e-6, atol=1e-6)
+
+
+class TestLearnedGaussian:
+    def test_value_and_gradient_of_log_std(self) -> None:
+        model = qd.LearnedGaussian(3).double()
+        y, t = torch.randn(2, 8, 3, dtype=torch.float64)
+        with torch.no_grad():
+            model.log_std.copy_(torch.tensor([0.0, -1.0, 0.5]))
+        torch.testing.assert_close(
+            model(y, t), -distributions.Normal(y, model.log_std.exp()).log_prob(t).sum() / 8
+        )
+        (gradient,) = torch.autograd.grad(model(y, t), model.log_std)
+        expected = 1 - ((y - t) / model.std).square().mean(0)
+        torch.testing.assert_close(gradient, expected, rtol=1e-10, atol=1e-10)
+
+    def test_std_never_falls_below_its_bound(self) -> None:
+        model = qd.LearnedGaussian(2, min_std=1 / 256)
+        with torch.no_grad():
+            model.log_std.fill_(-50.0)
+        assert model.std.tolist() == pytest.approx([1 / 256] * 2)
+        # At the bound with large errors the gradient must still be able to pull σ up.
+        (gradient,) = torch.autograd.grad(model(torch.ones(4, 2), torch.zeros(4, 2)), model.log_std)
+        assert (gradient < 0).all()
+
+    def test_learned_std_gets_its_own_riemannian_update(self) -> None:
+        """The Fisher information of ln σ is 2: the step is −lr/2 times the gradient, exactly."""
+        net = torch.nn.Linear(2, 3, dtype=torch.float64)
+        model = qd.LearnedGaussian(3).double()
+        optimizer = qd.QDNat(net, model, lr=0.1)
+        x, t = torch.randn(9, 2, dtype=torch.float64), torch.randn(9, 3, dtype=torch.float64)
+        model(net(x), t).backward()
+        before, gradient = model.log_std.detach().clone(), model.log_std.grad.clone()
+        optimizer.step()
+        torch.testing.assert_close(
+            model.log_std.detach(), before - 0.1 * gradient / 2, rtol=1e-7, atol=0
+        )
+
+    def test_learned_std_finds_the_noise_of_the_data(self) -> None:
+        torch.manual_seed(0)
+        net = torch.nn.Linear(1, 2, dtype=torch.float64)
+        model = qd.LearnedGaussian(2).double()
+        optimizer = qd.QDNat(net, model, lr=0.3)
+        x = torch.randn(400, 1, dtype=torch.float64)
+        t = x + torch.randn(400, 2, dtype=torch.float64) * torch.tensor([0.1, 1.5])
+        for _ in range(60):
+            optimizer.zero_grad()
+            model(net(x), t).backward()
+            optimizer.step()
+        found = (net(x) - t).square().mean(0).sqrt()
+        torch.testing.assert_close(model.std, found, rtol=1e-3, atol=0)
+
+
+def test_criteria_move_and_save_like_modules() -> None:
+    model = qd.LearnedGaussian(2)
+    assert [name for name, _ in model.named_parameters()] == ["log_std"]
+    with torch.no_grad():
+        model.log_std += 1
+    twin = qd.LearnedGaussian(2)
+    twin.load_state_dict(model.state_dict())
+    assert torch.equal(twin.log_std, model.log_std)
