@@ -1,0 +1,97 @@
+"""`quasidiag report RUNS`: one HTML page that opens offline, and the figures beside it."""
+
+from __future__ import annotations
+
+import json
+import math
+from importlib.resources import files
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from jinja2 import Environment, StrictUndefined
+from markupsafe import Markup
+
+from quasidiag.experiments import claims, figures, report_page
+from quasidiag.experiments.report_runs import ALGORITHMS, Line, Record, lines, records
+
+MARKS = {claims.HOLDS: "yes", claims.FAILS: "no", claims.OPEN: "open"}
+
+
+def write(runs: Path, out: Path) -> Path:
+    """Write the report of a runs directory, or of an export of one, into `out`.
+
+    Returns the path of the page, `out/report.html`; the figures go to `out/figures`.
+    """
+    from quasidiag.experiments.runs import load
+
+    collection = load(runs)
+    found = records(collection)
+    unfinished = sum(not run.result for run in collection.runs)
+    out.mkdir(parents=True, exist_ok=True)
+    figures.write(found, collection.timing or {}, out / "figures")
+    page = out / "report.html"
+    page.write_text(render(found, collection.timing or {}, unfinished), encoding="utf-8")
+    return page
+
+
+def render(found: list[Record], timing: dict[str, Any], unfinished: int = 0) -> str:
+    """The page as text."""
+    environment = Environment(autoescape=True, undefined=StrictUndefined, trim_blocks=True)
+    environment.filters |= {"json": _json, "power": _power, "seeds": _seeds, "colour": _colour}
+    assets = files("quasidiag.experiments")
+    widest = {
+        device: 1.02 * max(max(row["ratio"], row["paper_ratio"] or 0) for row in table["rows"])
+        for device, table in timing.items()
+    }
+    return environment.from_string(_text(assets / "report.html")).render(
+        css=Markup(_text(assets / "report.css")),
+        js=Markup(_text(assets / "report.js")),
+        summary=_summary(found, unfinished),
+        findings=claims.judge(lines(found), timing),
+        marks=MARKS,
+        min_epochs=claims.MIN_EPOCHS,
+        sections=report_page.sections(found),
+        timing=timing,
+        widest=widest,
+    )
+
+
+def _text(resource: Any) -> str:
+    return resource.read_text(encoding="utf-8")
+
+
+def _summary(found: list[Record], unfinished: int) -> list[str]:
+    texts = report_page.facts(found) or ["no finished runs"]
+    return texts + ([f"{unfinished} unfinished, left out"] if unfinished else [])
+
+
+def _json(value: Any) -> Markup:
+    """JSON that may stand inside a script element."""
+    return Markup(json.dumps(value, separators=(",", ":")).replace("<", "\\u003c"))
+
+
+def _power(lr: float) -> Markup:
+    """A step size as the paper writes it: a power of ten, times a digit where it is not one."""
+    exponent = math.floor(math.log10(lr) + 1e-9)
+    digit = lr / 10**exponent
+    factor = "" if abs(digit - 1) < 1e-6 else f"{digit:.3g}·"
+    return Markup("{}10<sup>{}</sup>").format(factor, str(exponent).replace("-", "−"))
+
+
+def _seeds(line: Line, name: str) -> Markup:
+    """Mean ± standard deviation over the seeds of the last value at the best step size."""
+    values = [value for value in line.finals(name) if math.isfinite(value)]
+    if not values:
+        return Markup("–")
+    percent = name.endswith("_error") and line.records[0].config.get("output") == "categorical"
+    shown = [100 * value for value in values] if percent else values
+    spread = f" ± {np.std(shown, ddof=1):.2g}" if len(shown) > 1 else ""
+    unit = " %" if percent else ""
+    return Markup('{}<span class="spread">{}</span>{}').format(
+        f"{np.mean(shown):.3g}", spread, unit
+    )
+
+
+def _colour(algorithm: str) -> str:
+    return algorithm if algorithm in ALGORITHMS else "other"

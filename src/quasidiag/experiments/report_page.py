@@ -1,0 +1,239 @@
+"""From records to what the page shows: charts as data, tables as rows, pictures as data URIs."""
+
+from __future__ import annotations
+
+import base64
+import io
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from quasidiag.experiments.report_runs import (
+    ALGORITHMS,
+    SCALES,
+    VARIANTS,
+    Line,
+    Record,
+    lines,
+    mean_curve,
+    rank,
+)
+
+
+@dataclass(frozen=True)
+class Section:
+    """One of the paper's figures."""
+
+    name: str
+    paper: str
+    title: str
+    text: str
+
+
+SECTIONS = (
+    Section(
+        "inversion",
+        "Figure 1",
+        "Inverted pixels",
+        "MNIST, 784-100-10 with sigmoid units: the pixels as given, and black exchanged with white. "
+        "Each algorithm at its two best step sizes on the pixels as given.",
+    ),
+    Section("mnist", "Figure 2", "MNIST", "Classification, 784-800-800-10."),
+    Section("dropout", "Figure 3", "MNIST with dropout", "Classification, 784-800-800-10."),
+    Section("svhn", "Figure 4", "Street-view digits", "Grey SVHN classified by 1024-800-800-10."),
+    Section(
+        "sparse",
+        "Figure 5",
+        "A deep sparse network",
+        "MNIST classified by ten layers, 784-2560-1280-640-320-160-80-40-20-10, each unit with ten "
+        "random inputs and only the last layer dense.",
+    ),
+    Section(
+        "faces",
+        "Figure 6",
+        "Faces, encoded and decoded",
+        "Autoencoder 2025-256-64-256-2025 with sigmoid units and unit output variances.",
+    ),
+    Section(
+        "eeg",
+        "Figure 7",
+        "Electroencephalogram",
+        "Autoencoder 56-32-16-8-4-8-16-32-56 with sigmoid units, on a public recording that stands "
+        "in for the paper's private one.",
+    ),
+    Section(
+        "mnist-ae",
+        "Figure 8",
+        "Digits, encoded and decoded",
+        "Autoencoder 784-256-64-256-784 with sigmoid units and learned output variances.",
+    ),
+)
+
+NLL: dict[str, Any] = {"key": "nll", "label": "Negative log-likelihood", "unit": "nats"}
+MISSES: dict[str, Any] = {
+    "key": "error",
+    "label": "Classification error",
+    "unit": "%",
+    "scale": 100,
+}
+SQUARES: dict[str, Any] = {"key": "error", "label": "Half squared error", "unit": "per sample"}
+
+
+def quantities(records: Sequence[Record]) -> list[dict[str, Any]]:
+    """What is drawn, the most telling first: a fixed Gaussian's NLL is its error plus a constant."""
+    output = next((str(run.config.get("output")) for run in records), "categorical")
+    return {"gaussian": [SQUARES], "learned-gaussian": [NLL, SQUARES]}.get(output, [NLL, MISSES])
+
+
+def plotted(line: Line, all_lines: Sequence[Line]) -> dict[str, float]:
+    """The step sizes of a line that are drawn, by name: the best one, for the inversion two."""
+    if line.task.experiment == "inversion":
+        as_given = (line.task._replace(variant="original"), line.algorithm)
+        same = (other for other in all_lines if (other.task, other.algorithm) == as_given)
+        ranking = next(same, line).ranking
+        tried = zip(("best", "second"), ranking, strict=False)
+        return {name: lr for name, lr in tried if lr in line.steps}
+    return {} if line.best is None else {"best": line.best}
+
+
+def _numbers(values: Sequence[float] | np.ndarray) -> list[float | None]:
+    return [float(f"{value:.5g}") if math.isfinite(value) else None for value in values]
+
+
+def chart(section_lines: Sequence[Line]) -> dict[str, Any]:
+    """The curves of one experiment, as the page's script draws them."""
+    records = [record for line in section_lines for record in line.records]
+    shown = quantities(records)
+    curves = []
+    for line in section_lines:
+        for step, lr in plotted(line, section_lines).items():
+            runs = [run for run in line.at(lr) if not run.diverged]
+            if not runs:
+                continue
+            curve: dict[str, Any] = {
+                "algorithm": line.algorithm,
+                "variant": line.task.variant,
+                "step": step,
+                "lr": lr,
+                "seeds": len(runs),
+                "epoch": _numbers(mean_curve(runs, "epoch")[0]),
+                "seconds": _numbers(mean_curve(runs, "seconds")[0]),
+            }
+            for side in ("train", "valid"):
+                for quantity in shown:
+                    mean, low, high = mean_curve(runs, f"{side}_{quantity['key']}")
+                    values = {"mean": _numbers(mean)}
+                    if len(runs) > 1:
+                        values |= {"low": _numbers(low), "high": _numbers(high)}
+                    curve[f"{side}_{quantity['key']}"] = values
+            curves.append(curve)
+    return {
+        "quantities": shown,
+        "algorithms": _present([c["algorithm"] for c in curves], ALGORITHMS),
+        "variants": _present([c["variant"] for c in curves], VARIANTS),
+        "steps": _present([c["step"] for c in curves], ("best", "second")),
+        "curves": curves,
+    }
+
+
+def _present(names: Sequence[str], order: Sequence[str]) -> list[str]:
+    return sorted(set(names), key=lambda name: rank(name, order))
+
+
+def step_table(section_lines: Sequence[Line]) -> dict[str, Any]:
+    """Best step size of every algorithm, with all that was tried beside it."""
+    steps = sorted({lr for line in section_lines for lr in line.steps}, reverse=True)
+    rows = []
+    for line in section_lines:
+        finals = {run.lr: run.final() for run in line.records if run.seed == line.grid_seed}
+        order = {lr: place for place, lr in enumerate(line.ranking)}
+        cells: list[dict[str, Any]] = []
+        for lr in steps:
+            if lr not in finals:
+                cells.append({"kind": "none", "text": "", "shade": 0})
+            elif lr not in order:
+                cells.append({"kind": "diverged", "text": "×", "shade": 0})
+            else:
+                kind = "best" if lr == line.best else "tried"
+                shade = max(0, 60 - 20 * order[lr])
+                cells.append({"kind": kind, "text": f"{finals[lr]:.3g}", "shade": shade})
+        rows.append({"line": line, "cells": cells})
+    return {"steps": steps, "rows": rows}
+
+
+def picture_rows(section_lines: Sequence[Line]) -> list[dict[str, Any]]:
+    """Inputs above, then what each algorithm's best network makes of them."""
+    rows: list[dict[str, Any]] = []
+    for line in section_lines:
+        pictures = line.chosen[0].pictures if line.chosen else None
+        if pictures is None:
+            continue
+        count = len(pictures.inputs)
+        if not rows:
+            rows = [{"name": "Input", "error": None, "uri": strip(pictures.inputs), "count": count}]
+        error, uri = float(pictures.errors().mean()), strip(pictures.outputs)
+        rows.append({"name": line.algorithm, "error": error, "uri": uri, "count": count})
+    return rows
+
+
+def strip(images: np.ndarray, gap: int = 2) -> str:
+    """Grey pictures side by side as one PNG, the gaps transparent, in a data URI."""
+    from PIL import Image
+
+    count, height, width = images.shape
+    canvas = np.zeros((height, count * (width + gap) - gap, 2), dtype=np.uint8)
+    for place, image in enumerate(images):
+        left = place * (width + gap)
+        canvas[:, left : left + width, 0] = image
+        canvas[:, left : left + width, 1] = 255
+    buffer = io.BytesIO()
+    Image.fromarray(canvas, "LA").save(buffer, "PNG", optimize=True)
+    return "data:image/png;base64," + base64.b64encode(buffer.getvalue()).decode()
+
+
+def sections(records: Sequence[Record]) -> list[dict[str, Any]]:
+    """Every experiment of the paper, and whatever others were run, each with all it shows."""
+    every = lines(records)
+    known = {section.name for section in SECTIONS}
+    others = sorted({line.task.experiment for line in every} - known)
+    extra = [Section(name, "", name, "") for name in others]
+    shown = []
+    for section in (*SECTIONS, *extra):
+        own = [line for line in every if line.task.experiment == section.name]
+        runs = [record for line in own for record in line.records]
+        shown.append(
+            {
+                "section": section,
+                "lines": own,
+                "facts": facts(runs),
+                "chart": chart(own),
+                "steps": step_table(own),
+                "pictures": picture_rows(own),
+            }
+        )
+    return shown
+
+
+def facts(records: Sequence[Record]) -> list[str]:
+    """What the runs of one experiment have in common, in a few words each."""
+    if not records:
+        return []
+
+    def values(key: str) -> list[Any]:
+        return sorted({run.config[key] for run in records if run.config.get(key) is not None})
+
+    diverged = sum(run.diverged for run in records)
+    seeds = len({run.seed for run in records})
+    epochs = max(run.epochs for run in records)
+    texts = [f"{len(records)} run{'s' * (len(records) > 1)}"]
+    texts += [f"{diverged} diverged"] if diverged else []
+    texts += [f"{epochs} epoch{'s' * (epochs != 1)}", f"{seeds} seed{'s' * (seeds > 1)}"]
+    texts += [f"batch {'/'.join(map(str, values('batch_size')))}"] if values("batch_size") else []
+    texts += [f"data {', '.join(values('dataset'))}"] if values("dataset") else []
+    names = _present(values("scale"), SCALES)
+    texts += [f"{'/'.join(names)} scale"] if names else []
+    devices = sorted({str(run.environment.get("device_name", "")) for run in records} - {""})
+    return texts + devices
