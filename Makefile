@@ -35,5 +35,5 @@ clean:
 $(STAMP): pyproject.toml constraints.txt
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install --quiet $$(grep '^torch==' constraints.txt) -c constraints.txt
-	$(BIN)/python -m pip install --quiet -c constraints.txt -e '.[experiments,dev]'
+	$(BIN)/python -m pip install --quiet -c constraints.txt -e '.[experiments,examples,dev]'
 	touch $@
