@@ -14,7 +14,7 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import LogLocator, MaxNLocator
 
-from quasidiag.experiments.report_page import plotted, quantities
+from quasidiag.experiments.report_page import VARIANT_NAMES, plotted, quantities
 from quasidiag.experiments.report_runs import Line, Record, lines, mean_curve
 
 COLOURS = {
@@ -122,17 +122,11 @@ def curves(own: Sequence[Line], quantity: dict[str, Any]) -> Figure | None:
         if lowest > 0:
             axes[row, 0].set_yscale("log")
     for column, variant in enumerate(variants):
-        axes[0, column].set_title(_title(variant), fontsize=9)
+        axes[0, column].set_title(VARIANT_NAMES.get(variant, variant), fontsize=9)
         axes[1, column].set_xlabel("Epoch")
         axes[1, column].xaxis.set_major_locator(MaxNLocator(5, integer=True))
     _legend(figure, axes.ravel())
     return figure
-
-
-def _title(variant: str) -> str:
-    return {"relu": "ReLU", "original": "pixels as given", "inverted": "pixels inverted"}.get(
-        variant, variant
-    )
 
 
 def _legend(figure: Figure, axes: Iterable[Axes]) -> None:
@@ -180,7 +174,7 @@ def step_sizes(own: Sequence[Line]) -> Figure:
     for axis, variant in zip(axes, variants, strict=True):
         axis.set_xscale("log")
         axis.xaxis.set_major_locator(LogLocator(numticks=6))
-        axis.set_title(_title(variant), fontsize=9)
+        axis.set_title(VARIANT_NAMES.get(variant, variant), fontsize=9)
         axis.set_xlabel("Step size")
     if finite and min(finite) > 0:
         axes[0].set_yscale("log")

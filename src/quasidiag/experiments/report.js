@@ -21,7 +21,6 @@
 const SVG = "http://www.w3.org/2000/svg";
 const DASHES = { tanh: "7 3", relu: "2 3", inverted: "7 3" };
 const STEP_NAMES = { best: "best step", second: "second best" };
-const VARIANT_NAMES = { relu: "ReLU", original: "as given" };
 const KNOWN = ["SGD", "AdaGrad", "DOP", "QDOP", "DMCNat", "QDMCNat", "DNat", "QDNat"];
 
 function make(tag, attributes = {}, ...children) {
@@ -38,7 +37,11 @@ function draw(parent, tag, attributes = {}, text = null) {
   return node;
 }
 const colour = (algorithm) => `var(--${KNOWN.includes(algorithm) ? algorithm : "other"})`;
-const variantName = (name) => VARIANT_NAMES[name] || name;
+const pen = document.createElement("canvas").getContext("2d");
+const textWidth = (text) => {
+  pen.font = `11px ${getComputedStyle(document.documentElement).getPropertyValue("--sans")}`;
+  return pen.measureText(text).width;
+};
 
 function format(value) {
   if (value === null || value === undefined) return "–";
@@ -137,7 +140,7 @@ class Chart {
     toggles.append(this.chips("algorithm", "Algorithms", algorithms, (n) => n));
     if (variants.length > 1) {
       const title = variants.includes("inverted") ? "Pixels" : "Activations";
-      toggles.append(this.chips("variant", title, variants, variantName));
+      toggles.append(this.chips("variant", title, variants, (n) => this.variantName(n)));
     }
     if (steps.length > 1) toggles.append(this.chips("step", "Step size", steps, (n) => STEP_NAMES[n] || n));
     this.figure.append(bar, toggles);
@@ -200,9 +203,12 @@ class Chart {
     const factor = this.quantity.scale || 1, column = curve[`${side}_${this.quantity.key}`][row];
     return column && column.map((v) => (v === null ? null : v * factor));
   }
+  variantName(name) {
+    return (this.data.names[name] || name).replace("pixels ", "");
+  }
   name(curve) {
     const parts = [curve.algorithm];
-    if (this.on.variant.size > 1) parts.push(variantName(curve.variant));
+    if (this.on.variant.size > 1) parts.push(this.variantName(curve.variant));
     if (this.on.step.size > 1) parts.push(STEP_NAMES[curve.step]);
     return parts.join(" ");
   }
@@ -218,9 +224,9 @@ class Chart {
   renderPanel(panel, curves) {
     const { svg, side, title, heading } = panel;
     const width = Math.max(260, panel.holder.clientWidth), height = 330;
-    const longest = Math.max(0, ...curves.map((c) => this.name(c).length));
-    const labelled = curves.length <= 16;
-    const box = { left: 48, right: width - (labelled ? Math.min(170, 16 + 6.2 * longest) : 10), top: 10, bottom: height - 34 };
+    const longest = Math.max(0, ...curves.map((c) => textWidth(this.name(c))));
+    const labelled = curves.length <= 16 && longest < 0.4 * width;
+    const box = { left: 48, right: width - (labelled ? 12 + longest : 10), top: 10, bottom: height - 34 };
     svg.replaceChildren();
     svg.setAttribute("viewBox", `0 0 ${width} ${height}`);
     svg.setAttribute("height", height);

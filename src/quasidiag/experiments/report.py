@@ -8,12 +8,11 @@ from importlib.resources import files
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 from jinja2 import Environment, StrictUndefined
 from markupsafe import Markup
 
 from quasidiag.experiments import claims, figures, report_page
-from quasidiag.experiments.report_runs import ALGORITHMS, Line, Record, lines, records
+from quasidiag.experiments.report_runs import ALGORITHMS, Record, lines, records
 
 MARKS = {claims.HOLDS: "yes", claims.FAILS: "no", claims.OPEN: "open"}
 
@@ -38,7 +37,7 @@ def write(runs: Path, out: Path) -> Path:
 def render(found: list[Record], timing: dict[str, Any], unfinished: int = 0) -> str:
     """The page as text."""
     environment = Environment(autoescape=True, undefined=StrictUndefined, trim_blocks=True)
-    environment.filters |= {"json": _json, "power": _power, "seeds": _seeds, "colour": _colour}
+    environment.filters |= {"json": _json, "power": _power, "variant": _variant, "colour": _colour}
     assets = files("quasidiag.experiments")
     widest = {
         device: 1.02 * max(max(row["ratio"], row["paper_ratio"] or 0) for row in table["rows"])
@@ -79,18 +78,8 @@ def _power(lr: float) -> Markup:
     return Markup("{}10<sup>{}</sup>").format(factor, str(exponent).replace("-", "−"))
 
 
-def _seeds(line: Line, name: str) -> Markup:
-    """Mean ± standard deviation over the seeds of the last value at the best step size."""
-    values = [value for value in line.finals(name) if math.isfinite(value)]
-    if not values:
-        return Markup("–")
-    percent = name.endswith("_error") and line.records[0].config.get("output") == "categorical"
-    shown = [100 * value for value in values] if percent else values
-    spread = f" ± {np.std(shown, ddof=1):.2g}" if len(shown) > 1 else ""
-    unit = " %" if percent else ""
-    return Markup('{}<span class="spread">{}</span>{}').format(
-        f"{np.mean(shown):.3g}", spread, unit
-    )
+def _variant(name: str) -> str:
+    return report_page.VARIANT_NAMES.get(name, name)
 
 
 def _colour(algorithm: str) -> str:

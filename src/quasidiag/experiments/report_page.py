@@ -72,14 +72,27 @@ SECTIONS = (
     ),
 )
 
-NLL: dict[str, Any] = {"key": "nll", "label": "Negative log-likelihood", "unit": "nats"}
+VARIANT_NAMES = {"relu": "ReLU", "original": "pixels as given", "inverted": "pixels inverted"}
+
+NLL: dict[str, Any] = {
+    "key": "nll",
+    "label": "Negative log-likelihood",
+    "short": "NLL",
+    "unit": "nats",
+}
 MISSES: dict[str, Any] = {
     "key": "error",
     "label": "Classification error",
+    "short": "error",
     "unit": "%",
     "scale": 100,
 }
-SQUARES: dict[str, Any] = {"key": "error", "label": "Half squared error", "unit": "per sample"}
+SQUARES: dict[str, Any] = {
+    "key": "error",
+    "label": "Half squared error",
+    "short": "error",
+    "unit": "per sample",
+}
 
 
 def quantities(records: Sequence[Record]) -> list[dict[str, Any]]:
@@ -134,6 +147,7 @@ def chart(section_lines: Sequence[Line]) -> dict[str, Any]:
         "quantities": shown,
         "algorithms": _present([c["algorithm"] for c in curves], ALGORITHMS),
         "variants": _present([c["variant"] for c in curves], VARIANTS),
+        "names": VARIANT_NAMES,
         "steps": _present([c["step"] for c in curves], ("best", "second")),
         "curves": curves,
     }
@@ -145,23 +159,41 @@ def _present(names: Sequence[str], order: Sequence[str]) -> list[str]:
 
 def step_table(section_lines: Sequence[Line]) -> dict[str, Any]:
     """Best step size of every algorithm, with all that was tried beside it."""
-    steps = sorted({lr for line in section_lines for lr in line.steps}, reverse=True)
-    rows = []
+    shown = quantities([record for line in section_lines for record in line.records])
+    leading = shown[0]
+    columns = [("Training", "train", leading), ("Validation", "valid", leading)]
+    columns += [("Validation", "valid", quantity) for quantity in shown[1:]]
+    steps = sorted({lr for line in section_lines for lr in line.steps})
+    variants: dict[str, list[dict[str, Any]]] = {}
     for line in section_lines:
-        finals = {run.lr: run.final() for run in line.records if run.seed == line.grid_seed}
-        order = {lr: place for place, lr in enumerate(line.ranking)}
-        cells: list[dict[str, Any]] = []
-        for lr in steps:
-            if lr not in finals:
-                cells.append({"kind": "none", "text": "", "shade": 0})
-            elif lr not in order:
-                cells.append({"kind": "diverged", "text": "×", "shade": 0})
-            else:
-                kind = "best" if lr == line.best else "tried"
-                shade = max(0, 60 - 20 * order[lr])
-                cells.append({"kind": kind, "text": f"{finals[lr]:.3g}", "shade": shade})
-        rows.append({"line": line, "cells": cells})
-    return {"steps": steps, "rows": rows}
+        cells = [_cell(line, lr, f"train_{leading['key']}") for lr in steps]
+        finals = [over_seeds(line, side, quantity) for _, side, quantity in columns]
+        row = {"line": line, "finals": finals, "cells": cells}
+        variants.setdefault(line.task.variant, []).append(row)
+    titles = [f"{title} {quantity['short']}" for title, _, quantity in columns]
+    return {"steps": steps, "titles": titles, "variants": variants}
+
+
+def _cell(line: Line, lr: float, name: str) -> dict[str, Any]:
+    """What one step size came to on the grid's seed; the three best are shaded."""
+    run = next((run for run in line.at(lr) if run.seed == line.grid_seed), None)
+    if run is None:
+        return {"kind": "none", "text": "", "shade": 0}
+    if lr not in line.ranking:
+        return {"kind": "diverged", "text": "×", "shade": 0}
+    kind, shade = "best" if lr == line.best else "tried", max(0, 21 - 7 * line.ranking.index(lr))
+    return {"kind": kind, "text": f"{run.final(name):.3g}", "shade": shade}
+
+
+def over_seeds(line: Line, side: str, quantity: dict[str, Any]) -> tuple[str, str]:
+    """Mean, and ± standard deviation, over the seeds of the last value at the best step size."""
+    scale, unit = quantity.get("scale", 1), quantity["unit"] if "scale" in quantity else ""
+    finals = line.finals(f"{side}_{quantity['key']}")
+    values = [scale * value for value in finals if math.isfinite(value)]
+    if not values:
+        return "–", ""
+    spread = f" ± {np.std(values, ddof=1):.2g}" if len(values) > 1 else ""
+    return f"{np.mean(values):.3g}", f"{spread} {unit}".rstrip()
 
 
 def picture_rows(section_lines: Sequence[Line]) -> list[dict[str, Any]]:
