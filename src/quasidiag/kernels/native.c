@@ -1,0 +1,155 @@
+/* The elementwise work of a step on a CPU, each in one pass over memory.
+ *
+ * Compiled at first use by native.py; the oracles are quasidiag.reductions and quasidiag.moments.
+ * Rows are shared among the threads that torch is allowed; nothing is allocated but one row of scratch a thread.
+ */
+#include <stdint.h>
+#include <stdlib.h>
+
+#ifdef __SSE2__
+#include <immintrin.h>
+#endif
+
+typedef struct {
+    float lr, decay, momentum; /* theta <- decay * theta - lr * buffer */
+    float eps, floor, scale;   /* the gradient is scale * v */
+} rule;
+
+/* Eight units in the last place: an input that varied by less did not vary (reductions.varies). */
+static const float UNIT = 8 * 1.1920929e-07f;
+
+/* Denormal floats slow a CPU down tenfold; what they could add to a metric is nothing. */
+static unsigned flush_denormals(void) {
+#ifdef __SSE2__
+    unsigned before = _mm_getcsr();
+    _mm_setcsr(before | 0x8040);
+    return before;
+#else
+    return 0;
+#endif
+}
+
+static void restore(unsigned before) {
+#ifdef __SSE2__
+    _mm_setcsr(before);
+#else
+    (void)before;
+#endif
+}
+
+static void apply(int64_t n, const float *w, float *buffer, float *theta, rule r) {
+    if (buffer) {
+#pragma omp simd
+        for (int64_t i = 0; i < n; i++) buffer[i] = r.momentum * buffer[i] + w[i];
+        w = buffer;
+    }
+    if (theta) {
+#pragma omp simd
+        for (int64_t i = 0; i < n; i++) theta[i] = r.decay * theta[i] - r.lr * w[i];
+    }
+}
+
+/* w_i of one unit; returns the sum that its bias needs, of (r_i + D0 c_i) w_i. */
+static float solve_row(int64_t n, float m00, const float *m0i, const float *mii, float v0,
+                       const float *vi, const float *shift, int shifted, float *w, rule r) {
+    const float d0 = m00 + r.eps, inverse0 = d0 > 0 ? 1 / d0 : 0, least = r.floor * inverse0;
+    float sum = 0;
+#pragma omp simd reduction(+ : sum)
+    for (int64_t i = 0; i < n; i++) {
+        const float c = shift[i], row = m0i[i] - r.eps * c, mu = row * inverse0;
+        const float diagonal = mii[i] + r.eps * (1 + c * c), variance = diagonal - mu * row;
+        const float centred = r.scale * vi[i] - (c + mu) * v0, uc = UNIT * c;
+        const int alive = (variance > UNIT * diagonal) & (!shifted | (mii[i] > m00 * (uc * uc)));
+        const float x = alive ? centred / (variance > least ? variance : least) : 0.0f;
+        w[i] = x;
+        sum += (row + d0 * c) * x;
+    }
+    return sum;
+}
+
+/* Algorithm 1 and what follows it, for every unit of a layer. Any of wi, buffers and thetas may be NULL. */
+void qd_quasi_diagonal(int64_t rows, int64_t n, const float *m00, const float *m0i, const float *mii,
+                       const float *v0, const float *vi, const float *shift, int shifted,
+                       const rule *rp, float *w0, float *wi, float *buffer0, float *bufferi,
+                       float *theta0, float *thetai, int threads) {
+    const rule r = *rp;
+#pragma omp parallel num_threads(threads)
+    {
+        const unsigned before = flush_denormals();
+        float *scratch = wi ? NULL : malloc(n * sizeof(float));
+#pragma omp for schedule(static)
+        for (int64_t k = 0; k < rows; k++) {
+            float *w = wi ? wi + k * n : scratch;
+            const float v = r.scale * v0[k], d0 = m00[k] + r.eps;
+            const float sum = solve_row(n, m00[k], m0i + k * n, mii + k * n, v, vi + k * n, shift,
+                                        shifted, w, r);
+            const float x = d0 > 0 ? (v - sum) / d0 : 0;
+            if (w0) w0[k] = x;
+            apply(n, w, bufferi ? bufferi + k * n : NULL, thetai ? thetai + k * n : NULL, r);
+            apply(1, &x, buffer0 ? buffer0 + k : NULL, theta0 ? theta0 + k : NULL, r);
+        }
+        free(scratch);
+        restore(before);
+    }
+}
+
+/* The diagonal reduction of n numbers, and what follows it. */
+void qd_diagonal(int64_t n, const float *m, const float *v, const rule *rp, float *w, float *buffer,
+                 float *theta, int threads) {
+    enum { CHUNK = 2048 };
+    const rule r = *rp;
+#pragma omp parallel num_threads(threads)
+    {
+        const unsigned before = flush_denormals();
+        float scratch[CHUNK];
+#pragma omp for schedule(static)
+        for (int64_t start = 0; start < n; start += CHUNK) {
+            const int64_t size = n - start < CHUNK ? n - start : CHUNK;
+            float *out = w ? w + start : scratch;
+#pragma omp simd
+            for (int64_t i = 0; i < size; i++) {
+                const float plus = m[start + i] + r.eps, d = plus > r.floor ? plus : r.floor;
+                out[i] = d > 0 ? r.scale * v[start + i] / d : 0.0f;
+            }
+            apply(size, out, buffer ? buffer + start : NULL, theta ? theta + start : NULL, r);
+        }
+        restore(before);
+    }
+}
+
+/* out <- (scale delta)^2, or out + that; below `smallest` it counts as zero (moments.square). */
+void qd_square(int64_t n, const float *delta, float scale, float smallest, int add, float *out,
+               int threads) {
+#pragma omp parallel num_threads(threads)
+    {
+        const unsigned before = flush_denormals();
+#pragma omp for simd schedule(static)
+        for (int64_t i = 0; i < n; i++) {
+            const float d = scale * delta[i], w = d * d, kept = w < smallest ? 0.0f : w;
+            out[i] = add ? out[i] + kept : kept;
+        }
+        restore(before);
+    }
+}
+
+/* a - c (where wanted) and its square, row by row. */
+void qd_centre(int64_t rows, int64_t n, const float *a, const float *shift, float *centred,
+               float *squared, int threads) {
+#pragma omp parallel for schedule(static) num_threads(threads)
+    for (int64_t k = 0; k < rows; k++) {
+        const float *in = a + k * n;
+        float *sq = squared + k * n;
+        if (centred) {
+            float *c = centred + k * n;
+#pragma omp simd
+            for (int64_t i = 0; i < n; i++) {
+                const float x = in[i] - shift[i];
+                c[i] = x;
+                sq[i] = x * x;
+            }
+        } else {
+#pragma omp simd
+            for (int64_t i = 0; i < n; i++) sq[i] = in[i] * in[i];
+        }
+    }
+}

@@ -1,0 +1,126 @@
+"""The compiled CPU update against the eager oracle in float64."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor
+
+from quasidiag import moments, reductions
+from quasidiag.kernels import native
+from quasidiag.kernels.rule import Rule
+
+pytestmark = pytest.mark.skipif(native.library() is None, reason="no C compiler")
+
+ROWS, N = 96, 261  # not a multiple of any vector width, and above the size where it pays
+
+
+def block(seed: int = 0, shifted: bool = True) -> dict[str, Tensor]:
+    """Moments of real samples, so that they are consistent, and a gradient."""
+    g = torch.Generator().manual_seed(seed)
+    a = torch.rand(64, N, generator=g) + 0.5
+    a[:, 3] = 0.25  # an input that never varies
+    shift = a.mean(0)
+    w = torch.rand(64, ROWS, generator=g)
+    w[:, 5] = 0.0  # a unit that never had a derivative
+    c = a - shift if shifted else a
+    return {
+        "m00": w.mean(0),
+        "m0i": w.T @ c / 64,
+        "mii": w.T @ c.square() / 64,
+        "v0": torch.randn(ROWS, generator=g),
+        "vi": torch.randn(ROWS, N, generator=g),
+        "shift": shift,
+    }
+
+
+def oracle(b: dict[str, Tensor], eps: float, floor: float, shifted: bool) -> tuple[Tensor, Tensor]:
+    d = {name: t.double() for name, t in b.items()}
+    shift = d.pop("shift")
+    return reductions.quasi_diagonal(**d, eps=eps, floor=floor, shift=shift if shifted else None)
+
+
+@pytest.mark.parametrize("shifted", [True, False])
+@pytest.mark.parametrize("eps, floor", [(1e-4, 1e-4), (1e-4, 0.0), (1e-3, 0.05)])
+def test_quasi_diagonal_solve(shifted: bool, eps: float, floor: float) -> None:
+    b = block(shifted=shifted)
+    w = (torch.full((ROWS,), torch.nan), torch.full((ROWS, N), torch.nan))
+    shift = b["shift"] if shifted else None
+    moments_ = [b[name] for name in ("m00", "m0i", "mii", "v0", "vi")]
+    assert native.quasi_diagonal(*moments_, shift, Rule(eps=eps, floor=floor), w=w)
+    for got, want in zip(w, oracle(b, eps, floor, shifted)):
+        assert (got - want).norm() < 1e-4 * want.norm()
+
+
+def test_quasi_diagonal_step_with_momentum_and_decay() -> None:
+    b = block()
+    rule = Rule(lr=0.1, decay=0.9, momentum=0.7, eps=1e-3, floor=1e-3, scale=-0.5)
+    theta, buffer = (
+        [torch.randn(ROWS, dtype=torch.double), torch.randn(ROWS, N, dtype=torch.double)]
+        for _ in range(2)
+    )
+    thetas, buffers = tuple(t.float() for t in theta), tuple(t.float() for t in buffer)
+    moments_ = [b[name] for name in ("m00", "m0i", "mii", "v0", "vi")]
+    assert native.quasi_diagonal(*moments_, b["shift"], rule, buffers=buffers, thetas=thetas)
+    b["v0"], b["vi"] = -0.5 * b["v0"], -0.5 * b["vi"]
+    for i, w in enumerate(oracle(b, 1e-3, 1e-3, True)):
+        want = 0.7 * buffer[i] + w
+        assert (buffers[i] - want).norm() < 1e-4 * want.norm()
+        stepped = 0.9 * theta[i] - 0.1 * want
+        assert (thetas[i] - stepped).norm() < 1e-4 * stepped.norm()
+
+
+def test_quasi_diagonal_gives_no_step_where_nothing_varies() -> None:
+    b = block()
+    w = (torch.empty(ROWS), torch.empty(ROWS, N))
+    moments_ = [b[name] for name in ("m00", "m0i", "mii", "v0", "vi")]
+    assert native.quasi_diagonal(*moments_, b["shift"], Rule(eps=0.0, floor=0.0), w=w)
+    assert (w[1][:, 3] == 0).all()
+    assert (w[1][5] == 0).all() and w[0][5] == 0
+
+
+@pytest.mark.parametrize("eps, floor", [(1e-8, 1e-8), (0.0, 0.0), (1e-3, 0.3)])
+def test_diagonal(eps: float, floor: float) -> None:
+    m = torch.rand(200, 99)
+    m[7] = 0.0
+    v, theta, buffer = torch.randn(3, 200, 99).unbind()
+    rule = Rule(lr=0.3, decay=0.5, momentum=0.9, eps=eps, floor=floor)
+    w = torch.empty_like(m)
+    assert native.diagonal(m, v, rule, w=w)
+    want = reductions.diagonal(m.double(), v.double(), eps=eps, floor=floor)
+    assert (w - want).norm() <= 1e-6 * want.norm()
+    expected = 0.5 * theta - 0.3 * (0.9 * buffer + w)
+    assert native.diagonal(m, v, rule, buffer=buffer, theta=theta)
+    torch.testing.assert_close(theta, expected, rtol=1e-5, atol=1e-5 * expected.abs().max())
+
+
+def test_square_flushes_adds_and_lets_nan_through() -> None:
+    delta = torch.randn(64, 512)
+    delta[0, 0], delta[0, 1], delta[0, 2] = 1e-18, 1e-21, torch.nan
+    want = moments.square(3.0 * delta, torch.float32)
+    got = native.square(delta, 3.0)
+    assert got is not None
+    torch.testing.assert_close(got, want, equal_nan=True)
+    assert got[0, 0] == got[0, 1] == 0 and got[0, 2].isnan()
+    twice = native.square(delta, 3.0, add_to=got)
+    assert twice is got
+    torch.testing.assert_close(twice, 2 * want, equal_nan=True)
+
+
+@pytest.mark.parametrize("shifted", [True, False])
+def test_centre(shifted: bool) -> None:
+    a, shift = torch.randn(70, 301), torch.randn(301)
+    got = native.centre(a, shift if shifted else None)
+    assert got is not None
+    want = a - shift if shifted else a
+    assert torch.equal(got[0], want)
+    assert torch.equal(got[1], want.square())
+
+
+def test_declines_what_it_cannot_do() -> None:
+    big = torch.rand(200, 200)
+    assert native.square(big.double()) is None
+    assert native.square(big.T) is None
+    assert native.square(big[:2]) is None
+    assert native.square(big.to(torch.bfloat16)) is None
+    assert native.centre(big.expand(2, 200, 200), None) is None
