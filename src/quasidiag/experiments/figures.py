@@ -15,7 +15,7 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import LogLocator, MaxNLocator
 
 from quasidiag.experiments.report_page import VARIANT_NAMES, plotted, quantities
-from quasidiag.experiments.report_runs import Line, Record, lines, mean_curve
+from quasidiag.experiments.report_runs import ALGORITHMS, Line, Record, lines, mean_curve, rank
 
 COLOURS = {
     "SGD": "#6f6f6a",
@@ -68,7 +68,7 @@ def _save(figure: Figure | None, stem: Path, rows: Iterable[dict[str, Any]]) -> 
         return []
     png, pdf, table = (stem.with_name(f"{stem.name}.{kind}") for kind in ("png", "pdf", "csv"))
     # Without dates the same runs give the same bytes.
-    figure.savefig(png, dpi=200, metadata={"Software": None})
+    figure.savefig(png, dpi=150, metadata={"Software": None})
     figure.savefig(pdf, metadata={"CreationDate": None, "ModDate": None})
     listed = list(rows)
     with table.open("w", newline="", encoding="utf-8") as file:
@@ -118,7 +118,7 @@ def curves(own: Sequence[Line], quantity: dict[str, Any]) -> Figure | None:
             if len(runs) > 1:
                 axis.fill_between(epochs, low, high, color=colour, alpha=0.15, lw=0)
             lowest = min([lowest, *mean[np.isfinite(mean)]])
-        axes[row, 0].set_ylabel(f"{title} {quantity['label'].lower()}\n({quantity['unit']})")
+        axes[row, 0].set_ylabel(f"{title} {quantity['short']} ({quantity['unit']})")
         if lowest > 0:
             axes[row, 0].set_yscale("log")
     for column, variant in enumerate(variants):
@@ -156,36 +156,34 @@ def curve_rows(own: Sequence[Line], key: str) -> Iterable[dict[str, Any]]:
 
 def step_sizes(own: Sequence[Line]) -> Figure:
     """Final training loss against step size; a cross at the top for each that diverged."""
+    leading = quantities([run for line in own for run in line.records])[0]
+    name = f"train_{leading['key']}"
     variants = list(dict.fromkeys(line.task.variant for line in own))
     figure = Figure(figsize=(1.2 + 2.9 * len(variants), 3.2), layout="constrained")
     axes = figure.subplots(1, len(variants), squeeze=False, sharex=True, sharey=True)[0]
-    finite = [run.final() for line in own for run in line.records if math.isfinite(run.final())]
+    finite = []
     for line in own:
         axis = axes[variants.index(line.task.variant)]
-        grid = sorted((r.lr, r.final()) for r in line.records if r.seed == line.grid_seed)
+        grid = sorted((r.lr, r.final(name)) for r in line.records if r.seed == line.grid_seed)
         trained = [(lr, loss) for lr, loss in grid if math.isfinite(loss)]
-        style = {"color": _colour(line.algorithm), "lw": 1.2, "marker": "o", "ms": 3}
-        axis.plot(
-            *zip(*trained, strict=True) if trained else ([], []), label=line.algorithm, **style
-        )
-        for lr, loss in grid:
-            if not math.isfinite(loss):
-                axis.plot(lr, 0.97, "x", color=style["color"], ms=4, transform=_top(axis))
+        finite += [loss for _, loss in trained]
+        steps, losses = zip(*trained, strict=True) if trained else ((), ())
+        colour = _colour(line.algorithm)
+        axis.plot(steps, losses, "o-", color=colour, lw=1.2, ms=3, label=line.algorithm)
+        height = 1.02 + 0.025 * rank(line.algorithm, ALGORITHMS)[0]
+        for lr in (lr for lr, loss in grid if not math.isfinite(loss)):
+            above = axis.get_xaxis_transform()
+            axis.plot(lr, height, "x", color=colour, ms=3, transform=above, clip_on=False)
     for axis, variant in zip(axes, variants, strict=True):
         axis.set_xscale("log")
         axis.xaxis.set_major_locator(LogLocator(numticks=6))
-        axis.set_title(VARIANT_NAMES.get(variant, variant), fontsize=9)
+        axis.set_title(VARIANT_NAMES.get(variant, variant), fontsize=9, pad=24)
         axis.set_xlabel("Step size")
     if finite and min(finite) > 0:
         axes[0].set_yscale("log")
-    axes[0].set_ylabel("Final training NLL")
+    axes[0].set_ylabel(f"Final training {leading['short']}")
     _legend(figure, axes)
     return figure
-
-
-def _top(axis: Axes) -> Any:
-    """Step sizes across, the height of the axes up."""
-    return axis.get_xaxis_transform()
 
 
 def step_rows(own: Sequence[Line]) -> Iterable[dict[str, Any]]:
