@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import numpy as np
 
+from quasidiag.experiments.algorithms import ALGORITHMS
 from quasidiag.experiments.report_runs import Pictures, Record, Task
-
-ALGORITHMS = ("SGD", "AdaGrad", "DOP", "QDOP", "DMCNat", "QDMCNat", "DNat", "QDNat")
 
 
 def record(
@@ -22,6 +21,7 @@ def record(
     diverged: bool = False,
     output: str = "categorical",
     valid_error: float = 0.02,
+    scale: str = "paper",
     pictures: Pictures | None = None,
 ) -> Record:
     """A run whose training loss is start·rate^epoch."""
@@ -37,7 +37,7 @@ def record(
     }
     if output != "categorical":
         curve["train_mse"] = train / 10
-    config = {"output": output, "scale": "small", "batch_size": 500, "dataset": "mnist"}
+    config = {"output": output, "scale": scale, "batch_size": 500, "dataset": "mnist"}
     columns = {name: [float(value) for value in column] for name, column in curve.items()}
     task = Task(experiment, variant)
     return Record(task, algorithm, lr, seed, columns, diverged, pictures, config)

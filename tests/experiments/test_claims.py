@@ -6,8 +6,9 @@ from collections.abc import Callable
 from dataclasses import replace
 
 import pytest
-from synthetic import ALGORITHMS, grid, record, timing
+from synthetic import grid, record, timing
 
+from quasidiag.experiments.algorithms import ALGORITHMS
 from quasidiag.experiments.claims import (
     CLAIMS,
     FAILS,
@@ -123,6 +124,13 @@ def test_dropout_above_one_percent() -> None:
     assert verdicts(high)["dropout"] == FAILS
 
 
+def test_what_a_smaller_scale_does_not_reach_is_not_refuted() -> None:
+    slow = changed(world(), lambda r: r.task[0] == "sparse", 0.9)
+    small = [replace(run, config={**run.config, "scale": "small"}) for run in slow]
+    assert verdicts(slow)["sparse"] == FAILS
+    assert verdicts(small)["sparse"] == OPEN
+
+
 def test_a_diagonal_run_that_trains_undoes_its_divergence() -> None:
     stable = record("svhn", "relu", "DOP", 1e-3, epochs=30)
     assert verdicts([*world(), stable])["svhn-diagonal"] == FAILS
@@ -161,6 +169,12 @@ def test_best_step_is_chosen_on_the_grids_seed() -> None:
     assert line.best == 1e-2
     assert line.edge == ""
     assert line.ranking == [1e-2, 1e-1, 1e-3]
+
+
+def test_dropout_chooses_its_step_by_the_validation_loss() -> None:
+    runs = grid({1e-2: 0.2, 1e-1: 0.1}, experiment="dropout")
+    overfitted = replace(runs[1], curve={**runs[1].curve, "valid_nll": [0.9] * 11})
+    assert lines([runs[0], overfitted])[0].best == 1e-2
 
 
 @pytest.mark.parametrize(

@@ -14,7 +14,7 @@ from typing import Any
 
 import numpy as np
 
-from quasidiag.experiments.report_runs import (
+from .report_runs import (
     DIAGONAL,
     QUASI_DIAGONAL,
     Line,
@@ -22,6 +22,7 @@ from quasidiag.experiments.report_runs import (
     Task,
     mean_curve,
 )
+from .tasks import EXPERIMENTS
 
 HOLDS, FAILS, OPEN = "holds", "does not hold", "not enough data"
 
@@ -32,17 +33,10 @@ WELL_BELOW = 2 / 3
 ABOUT_TWO = 2.5
 
 TASKS = tuple(
-    Task(experiment, variant)
-    for experiment, variants in {
-        "mnist": ("sigmoid", "tanh", "relu"),
-        "dropout": ("sigmoid", "relu"),
-        "svhn": ("sigmoid", "relu"),
-        "sparse": ("sigmoid",),
-        "faces": ("sigmoid",),
-        "eeg": ("sigmoid",),
-        "mnist-ae": ("sigmoid",),
-    }.items()
-    for variant in variants
+    Task(experiment.name, variant)
+    for experiment in EXPERIMENTS
+    if experiment.name != "inversion"
+    for variant in experiment.variants
 )
 
 
@@ -137,10 +131,11 @@ def beats(rival: str) -> Callable[[Evidence], Iterator[Check]]:
             if other is None or not present:
                 yield Check(str(task), "no runs", None)
                 continue
-            bound = min(other.finals(), default=math.inf)
+            theirs = other.finals(other.select)
             for name, line in present:
-                holds = max(line.finals(), default=math.inf) < bound
-                measured = f"{over_seeds(line.finals())}; {rival} {over_seeds(other.finals())}"
+                ours = line.finals(line.select)
+                holds = max(ours, default=math.inf) < min(theirs, default=math.inf)
+                measured = f"{over_seeds(ours)}; {rival} {over_seeds(theirs)}"
                 yield Check(f"{task}, {name}", measured, holds)
 
     return judge
@@ -171,7 +166,7 @@ def one_sample_is_enough(evidence: Evidence) -> Iterator[Check]:
         if sampled is None or exact is None:
             continue
         compared = True
-        name = "train_nll" if _classifier(exact) else "train_error"
+        name = "train_error" if exact.records[0].column("train_mse") else "train_nll"
         ours, theirs = sampled.finals(name), exact.finals(name)
         better = max(ours, default=math.inf) <= min(theirs, default=math.inf)
         factor = apart(sampled.chosen, exact.chosen, name)
@@ -181,10 +176,6 @@ def one_sample_is_enough(evidence: Evidence) -> Iterator[Check]:
         yield Check(str(task), measured, bool(better or factor <= SAME))
     if not compared:
         yield Check("QDMCNat beside QDNat", "no runs", None)
-
-
-def _classifier(line: Line) -> bool:
-    return all(not record.column("train_mse") for record in line.records)
 
 
 def diagonal_diverges(evidence: Evidence) -> Iterator[Check]:
@@ -202,6 +193,12 @@ def diagonal_diverges(evidence: Evidence) -> Iterator[Check]:
         yield Check(name, measured, not stable)
 
 
+def _given_time(line: Line, holds: bool) -> bool | None:
+    """What is not reached with less data and fewer epochs than the paper's is not thereby refuted."""
+    full = all(record.config.get("scale") == "paper" for record in line.chosen)
+    return True if holds else False if full else None
+
+
 def sparse_reaches(evidence: Evidence) -> Iterator[Check]:
     for name in QUASI_DIAGONAL:
         line = evidence.find(Task("sparse", "sigmoid"), name)
@@ -209,7 +206,8 @@ def sparse_reaches(evidence: Evidence) -> Iterator[Check]:
             yield Check(name, "no runs", None)
             continue
         lowest = [record.lowest() for record in line.chosen]
-        yield Check(name, f"reaches {over_seeds(lowest)}", max(lowest, default=math.inf) <= 1e-4)
+        holds = max(lowest, default=math.inf) <= 1e-4
+        yield Check(name, f"reaches {over_seeds(lowest)}", _given_time(line, holds))
 
 
 def faces_stay(evidence: Evidence) -> Iterator[Check]:
@@ -257,7 +255,7 @@ def dropout_error(evidence: Evidence) -> Iterator[Check]:
         best = min(present, key=lambda line: float(np.mean(line.finals("valid_error"))))
         errors = best.finals("valid_error")
         measured = f"{best.algorithm} ends at {over_seeds(errors, 100, ' %')}"
-        yield Check(variant, measured, bool(np.mean(errors) < 0.01))
+        yield Check(variant, measured, _given_time(best, bool(np.mean(errors) < 0.01)))
 
 
 def inversion(evidence: Evidence) -> Iterator[Check]:
@@ -283,8 +281,9 @@ CLAIMS = (
         "beats-sgd",
         "Figs. 2-8",
         "Quasi-diagonal algorithms beat SGD on every task.",
-        "On each task, each of QDOP, QDMCNat and QDNat that was run ends with a lower training "
-        "loss than SGD, every seed below every seed, both at their best step size.",
+        "On each task, each of QDOP, QDMCNat and QDNat that was run ends with a lower training loss "
+        "(with dropout: validation loss) than SGD, every seed below every seed, both at their best "
+        "step size.",
         beats("SGD"),
     ),
     Claim(

@@ -14,8 +14,9 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import LogLocator, MaxNLocator
 
-from quasidiag.experiments.report_page import VARIANT_NAMES, plotted, quantities
-from quasidiag.experiments.report_runs import ALGORITHMS, Line, Record, lines, mean_curve, rank
+from .algorithms import ALGORITHMS
+from .report_page import VARIANT_NAMES, plotted, quantities
+from .report_runs import Line, Record, lines, mean_curve, rank
 
 COLOURS = {
     "SGD": "#6f6f6a",

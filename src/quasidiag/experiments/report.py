@@ -11,8 +11,9 @@ from typing import Any
 from jinja2 import Environment, StrictUndefined
 from markupsafe import Markup
 
-from quasidiag.experiments import claims, figures, report_page
-from quasidiag.experiments.report_runs import ALGORITHMS, Record, lines, records
+from . import claims, figures, report_page
+from .algorithms import ALGORITHMS
+from .report_runs import Record, lines, records
 
 MARKS = {claims.HOLDS: "yes", claims.FAILS: "no", claims.OPEN: "open"}
 
@@ -22,7 +23,7 @@ def write(runs: Path, out: Path) -> Path:
 
     Returns the path of the page, `out/report.html`; the figures go to `out/figures`.
     """
-    from quasidiag.experiments.runs import load
+    from .runs import load
 
     collection = load(runs)
     found = records(collection)
@@ -50,6 +51,7 @@ def render(found: list[Record], timing: dict[str, Any], unfinished: int = 0) -> 
         findings=claims.judge(lines(found), timing),
         marks=MARKS,
         min_epochs=claims.MIN_EPOCHS,
+        smaller=" and ".join(sorted({str(run.config.get("scale")) for run in found} - {"paper"})),
         sections=report_page.sections(found),
         timing=timing,
         widest=widest,

@@ -6,14 +6,12 @@ import base64
 import io
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 
-from quasidiag.experiments.report_runs import (
-    ALGORITHMS,
-    SCALES,
+from .algorithms import ALGORITHMS
+from .report_runs import (
     VARIANTS,
     Line,
     Record,
@@ -21,56 +19,15 @@ from quasidiag.experiments.report_runs import (
     mean_curve,
     rank,
 )
+from .tasks import EXPERIMENTS, SCALES
 
-
-@dataclass(frozen=True)
-class Section:
-    """One of the paper's figures."""
-
-    name: str
-    paper: str
-    title: str
-    text: str
-
-
-SECTIONS = (
-    Section(
-        "inversion",
-        "Figure 1",
-        "Inverted pixels",
-        "MNIST, 784-100-10 with sigmoid units: the pixels as given, and black exchanged with white. "
-        "Each algorithm at its two best step sizes on the pixels as given.",
-    ),
-    Section("mnist", "Figure 2", "MNIST", "Classification, 784-800-800-10."),
-    Section("dropout", "Figure 3", "MNIST with dropout", "Classification, 784-800-800-10."),
-    Section("svhn", "Figure 4", "Street-view digits", "Grey SVHN classified by 1024-800-800-10."),
-    Section(
-        "sparse",
-        "Figure 5",
-        "A deep sparse network",
-        "MNIST classified by ten layers, 784-2560-1280-640-320-160-80-40-20-10, each unit with ten "
-        "random inputs and only the last layer dense.",
-    ),
-    Section(
-        "faces",
-        "Figure 6",
-        "Faces, encoded and decoded",
-        "Autoencoder 2025-256-64-256-2025 with sigmoid units and unit output variances.",
-    ),
-    Section(
-        "eeg",
-        "Figure 7",
-        "Electroencephalogram",
-        "Autoencoder 56-32-16-8-4-8-16-32-56 with sigmoid units, on a public recording that stands "
-        "in for the paper's private one.",
-    ),
-    Section(
-        "mnist-ae",
-        "Figure 8",
-        "Digits, encoded and decoded",
-        "Autoencoder 784-256-64-256-784 with sigmoid units and learned output variances.",
-    ),
-)
+NOTES = {
+    "inversion": "Each algorithm at its two best step sizes on the pixels as given.",
+    "dropout": "The step size is chosen by the validation loss.",
+    "sparse": "Each unit has ten random inputs; only the last layer is dense.",
+    "eeg": "A public recording stands in for the paper's private one.",
+    "mnist-ae": "The standard deviation of each pixel is learned, and at least 1/256.",
+}
 
 VARIANT_NAMES = {"relu": "ReLU", "original": "pixels as given", "inverted": "pixels inverted"}
 
@@ -113,7 +70,7 @@ def plotted(line: Line, all_lines: Sequence[Line]) -> dict[str, float]:
 
 
 def _numbers(values: Sequence[float] | np.ndarray) -> list[float | None]:
-    return [float(f"{value:.5g}") if math.isfinite(value) else None for value in values]
+    return [float(f"{value:.6g}") if math.isfinite(value) else None for value in values]
 
 
 def chart(section_lines: Sequence[Line]) -> dict[str, Any]:
@@ -229,23 +186,17 @@ def strip(images: np.ndarray, gap: int = 2) -> str:
 def sections(records: Sequence[Record]) -> list[dict[str, Any]]:
     """Every experiment of the paper, and whatever others were run, each with all it shows."""
     every = lines(records)
-    known = {section.name for section in SECTIONS}
-    others = sorted({line.task.experiment for line in every} - known)
-    extra = [Section(name, "", name, "") for name in others]
+    heads = [(e.name, e.paper, e.title, "-".join(map(str, e.layers))) for e in EXPERIMENTS]
+    others = {line.task.experiment for line in every} - {e.name for e in EXPERIMENTS}
+    heads += [(name, "", name, "") for name in sorted(others)]
     shown = []
-    for section in (*SECTIONS, *extra):
-        own = [line for line in every if line.task.experiment == section.name]
+    for name, paper, title, layers in heads:
+        own = [line for line in every if line.task.experiment == name]
         runs = [record for line in own for record in line.records]
-        shown.append(
-            {
-                "section": section,
-                "lines": own,
-                "facts": facts(runs),
-                "chart": chart(own),
-                "steps": step_table(own),
-                "pictures": picture_rows(own),
-            }
-        )
+        text = f"Network {layers}. {NOTES.get(name, '')}" if layers else ""
+        content = {"chart": chart(own), "steps": step_table(own), "pictures": picture_rows(own)}
+        head = {"name": name, "paper": paper, "title": title, "text": text}
+        shown.append({**head, "lines": own, "facts": facts(runs), **content})
     return shown
 
 

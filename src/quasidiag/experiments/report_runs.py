@@ -15,14 +15,15 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
-if TYPE_CHECKING:
-    from quasidiag.experiments import runs as stored
+from .algorithms import ALGORITHMS
+from .tasks import BY_NAME, SCALES
 
-ALGORITHMS = ("SGD", "AdaGrad", "DOP", "QDOP", "DMCNat", "QDMCNat", "DNat", "QDNat")
+if TYPE_CHECKING:
+    from . import runs as stored
+
 DIAGONAL = ("DOP", "DMCNat", "DNat")
 QUASI_DIAGONAL = ("QDOP", "QDMCNat", "QDNat")
 VARIANTS = ("sigmoid", "tanh", "relu", "original", "inverted")
-SCALES = ("smoke", "small", "paper")
 
 
 class Task(NamedTuple):
@@ -106,19 +107,25 @@ class Line:
         return min(record.seed for record in self.records)
 
     @property
+    def select(self) -> str:
+        """The loss that decides between step sizes: the training loss, save with dropout."""
+        known = BY_NAME.get(self.task.experiment)
+        return known.select if known else "train_nll"
+
+    @property
     def ranking(self) -> list[float]:
-        """Step sizes by final training loss on the grid's seed, best first, diverged left out.
+        """Step sizes by final loss on the grid's seed, best first, diverged left out.
 
         The grid is run on one seed only, so the further seeds of the best step size have no part
         in the choice.
         """
         grid = (record for record in self.records if record.seed == self.grid_seed)
-        finals = {record.lr: record.final() for record in grid}
+        finals = {record.lr: record.final(self.select) for record in grid}
         return sorted((lr for lr in finals if math.isfinite(finals[lr])), key=lambda lr: finals[lr])
 
     @property
     def best(self) -> float | None:
-        """The step size of lowest final training loss; None if every one diverged."""
+        """The step size of lowest final loss; None if every one diverged."""
         return next(iter(self.ranking), None)
 
     @property
