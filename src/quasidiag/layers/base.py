@@ -1,4 +1,4 @@
-r"""A registry of adapters: how each kind of layer meets its parameters.
+r"""How a layer meets its parameters: the :class:`Adapter`, and the registry of them.
 
 The moments of a layer are its own parameter gradients, taken at the inputs ``a`` and ``a²`` with the weights
 :math:`w = δ^2` in the place of the output's gradient:
@@ -7,7 +7,12 @@ The moments of a layer are its own parameter gradients, taken at the inputs ``a`
           m_{ii} = \text{weight\_grad}(a^2, w).
 
 So an adapter says how a gradient is formed, and the rest follows. Arrays keep the batch first; whatever lies between the
-batch and the features (time, space) is *shared*: every position counts as one more occurrence of the unit.
+batch and the features (time, space) is *shared*: by default every position counts as one more occurrence of the unit
+(:mod:`quasidiag.sharing` has the other two ways).
+
+Where occurrences are needed one by one, :meth:`Adapter.patches` brings a layer to its general form: groups of units,
+each a dense layer applied at every position. With ``N`` samples, ``S`` positions, ``G`` groups of ``U`` units and ``I``
+inputs a unit, activities are ``[N, S, G, I]`` and gradients ``[N, S, G, U]``.
 """
 
 from __future__ import annotations
@@ -22,13 +27,19 @@ from quasidiag.moments import Moments
 
 
 class Adapter:
-    """How one kind of layer forms the gradient of its weight and bias; subclass and register it."""
+    """How one kind of layer forms the gradient of its weight and bias; subclass and register it.
+
+    :meth:`weight_grad` is enough. :meth:`bias_grad`, :meth:`rows` and :meth:`unrows` are as for a dense layer unless
+    you say otherwise; :meth:`patches` adds the unitwise reduction and ``sharing="reduce"``.
+    """
 
     #: Names of the parameters that form the units' blocks. A missing or frozen one is left out.
     weight: str = "weight"
     bias: str | None = "bias"
     #: Whether a shift of the input by a vector is a shift of the whole block (see ``reductions.quasi_diagonal``).
     shiftable: bool = False
+    #: Whether a unit's full block holds more than its diagonal and bias row.
+    full: bool = True
 
     def activity(self, module: nn.Module, args: tuple[Any, ...]) -> Tensor:
         """The input that the weights multiply, with the batch first."""
@@ -44,7 +55,7 @@ class Adapter:
 
     def bias_grad(self, module: nn.Module, g: Tensor) -> Tensor:
         """The gradient of the bias, one number a unit."""
-        return g.flatten(0, -2).sum(0)
+        return g.reshape(-1, g.shape[-1]).sum(0)
 
     def rows(self, module: nn.Module, weight: Tensor) -> Tensor:
         """The weight (or anything of its shape) as ``[units, inputs]``; a view wherever one exists."""
@@ -55,10 +66,13 @@ class Adapter:
         return rows.view(shape)
 
     def patches(self, module: nn.Module, a: Tensor, g: Tensor) -> tuple[Tensor, Tensor]:
-        """``[occurrences, inputs]`` and ``[occurrences, units]``: for the full block of each unit."""
-        raise TypeError(
-            f"the unitwise reduction does not cover {type(module).__name__}: use reduction='quasi-diagonal'"
-        )
+        """Every occurrence of every unit: ``[N, S, G, I]`` and ``[N, S, G, U]``, see the module."""
+        raise TypeError(f"{type(self).__name__} does not say what its units see at each position")
+
+    @property
+    def has_patches(self) -> bool:
+        """Whether :meth:`patches` is there."""
+        return type(self).patches is not Adapter.patches
 
     def accumulate_(
         self, module: nn.Module, into: Moments, a: Tensor, w: Tensor, keep: float, gain: float
@@ -91,25 +105,11 @@ def adapter_of(module: nn.Module) -> Adapter | None:
     return next((_registry[kind] for kind in type(module).__mro__ if kind in _registry), None)
 
 
-@register_layer(nn.Linear)
-class LinearAdapter(Adapter):
-    """Dense layer, inputs of any leading shape."""
-
-    shiftable = True
-
-    def weight_grad(self, module: nn.Module, a: Tensor, g: Tensor) -> Tensor:
-        return g.flatten(0, -2).T @ a.flatten(0, -2)
-
-    def patches(self, module: nn.Module, a: Tensor, g: Tensor) -> tuple[Tensor, Tensor]:
-        return a.flatten(0, -2), g.flatten(0, -2)
-
-    def accumulate_(
-        self, module: nn.Module, into: Moments, a: Tensor, w: Tensor, keep: float, gain: float
-    ) -> None:
-        a, w = self.patches(module, a, w)
-        if into.m00 is not None:
-            into.m00.mul_(keep).add_(w.sum(0), alpha=gain)
-        if into.m0i is not None:
-            into.m0i.addmm_(w.T, a, beta=keep, alpha=gain)
-        if into.mii is not None:
-            into.mii.addmm_(w.T, a.square(), beta=keep, alpha=gain)
+def need_batch(module: nn.Module, a: Tensor, dims: int) -> Tensor:
+    """``a`` as it is, if it has the batch dimension that makes its number of dimensions ``dims`` at least."""
+    if a.dim() < dims:
+        raise ValueError(
+            f"{type(module).__name__} was given an input of shape {tuple(a.shape)}, without a batch dimension, so "
+            "quasidiag cannot tell its samples apart: add one with x.unsqueeze(0)"
+        )
+    return a

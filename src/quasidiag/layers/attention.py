@@ -1,0 +1,105 @@
+r"""Multi-head attention: projections of query, key and value, and the output's.
+
+The functional form inside :class:`torch.nn.MultiheadAttention` calls none of its layers' hooks, the out-projection's
+included, so the layer is re-run (:mod:`quasidiag.layers.composite`): projections by the parts, everything between them
+(masks, dropout, ``add_zero_attn``, ``bias_k``) by torch's own function with identity projections.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from quasidiag.layers.base import register_layer
+from quasidiag.layers.composite import Composite, Part, Tape
+
+
+@register_layer(nn.MultiheadAttention)
+class AttentionAdapter(Composite):
+    """``in_proj`` packed or separate per query, key and value; batch first or second.
+
+    Packed, all the units are one block of parameters and each third of them sees its own input. The bias of separate
+    projections is one packed parameter without a single weight, so it gets diagonal blocks.
+    """
+
+    def parts(self, module: nn.Module) -> dict[str, nn.Module]:
+        assert isinstance(module, nn.MultiheadAttention)
+        if module._qkv_same_embed_dim:
+            inner: dict[str, nn.Module] = {
+                "in_proj": Part(module.in_proj_weight, module.in_proj_bias)
+            }
+        else:
+            weights = (module.q_proj_weight, module.k_proj_weight, module.v_proj_weight)
+            inner = {f"{k}_proj": Part(w, None) for k, w in zip("qkv", weights)}
+        return {**inner, "out_proj": module.out_proj}
+
+    def outputs(self, module: nn.Module, output: Any) -> list[Tensor]:
+        return [y for y in output if y is not None]
+
+    def random(self, module: nn.Module) -> bool:
+        return bool(module.dropout and module.training)
+
+    def rerun(
+        self, module: Any, parts: dict[str, nn.Module], args: dict[str, Any], tape: Tape
+    ) -> list[Tensor]:
+        inputs = [args[name] for name in ("query", "key", "value")]
+        batched = inputs[0].dim() == 3
+        projected = self._project(module, parts, inputs, tape)
+        # torch.nn.functional wants [length, batch, features]
+        q, k, v = (z.transpose(0, 1) if batched else z.squeeze(0) for z in projected)
+        eye = torch.eye(module.embed_dim, dtype=q.dtype, device=q.device)
+        y, weights = F.multi_head_attention_forward(
+            q,
+            k,
+            v,
+            module.embed_dim,
+            module.num_heads,
+            None,
+            None,
+            _detached(module.bias_k),
+            _detached(module.bias_v),
+            module.add_zero_attn,
+            module.dropout,
+            eye,
+            None,
+            training=module.training,
+            key_padding_mask=args["key_padding_mask"],
+            need_weights=args["need_weights"],
+            attn_mask=args["attn_mask"],
+            use_separate_proj_weight=True,
+            q_proj_weight=eye,
+            k_proj_weight=eye,
+            v_proj_weight=eye,
+            average_attn_weights=args["average_attn_weights"],
+            is_causal=args["is_causal"],
+        )
+        y = tape.linear(parts["out_proj"], y.transpose(0, 1) if batched else y.unsqueeze(0))
+        y = y.squeeze(0) if not batched else y if module.batch_first else y.transpose(0, 1)
+        return [y] if weights is None else [y, weights]
+
+    def _project(
+        self, module: Any, parts: dict[str, nn.Module], inputs: list[Tensor], tape: Tape
+    ) -> list[Tensor]:
+        """Query, key and value, batch first. One input given thrice is projected once."""
+
+        def first(x: Tensor) -> Tensor:
+            if x.dim() == 2:
+                return x.unsqueeze(0)
+            return x if module.batch_first else x.transpose(0, 1)
+
+        size = module.embed_dim
+        if "in_proj" not in parts:
+            bias = None if module.in_proj_bias is None else module.in_proj_bias.detach().chunk(3)
+            z = [tape.linear(parts[f"{k}_proj"], first(x)) for k, x in zip("qkv", inputs)]
+            return z if bias is None else [x + b for x, b in zip(z, bias)]
+        if inputs[0] is inputs[1] is inputs[2]:
+            return list(tape.linear(parts["in_proj"], first(inputs[0])).chunk(3, -1))
+        rows = [slice(i * size, (i + 1) * size) for i in range(3)]
+        return [tape.linear(parts["in_proj"], first(x), r) for x, r in zip(inputs, rows)]
+
+
+def _detached(x: Tensor | None) -> Tensor | None:
+    return None if x is None else x.detach()

@@ -1,0 +1,188 @@
+r"""Layers that hide several dense layers within one call: recurrent nets, attention.
+
+Their kernels show neither the inner activities nor the inner pre-activations. So the layer is *re-run*: when the output's
+derivative is known, its forward pass is computed once more from the recorded arguments, with every dense layer in it
+visible, and the derivative is carried back through that to each of the *parts*, :math:`(a, δ)` of each. A part is an
+ordinary :class:`torch.nn.Linear` that holds the layer's own parameters, so that everything else (blocks, reductions,
+weight sharing) need not know.
+
+The price is one forward and one backward pass through the layer per minibatch, without weight gradients; per
+vector of the exact or Monte Carlo metric it is one more backward. Dropout within the layer is repeated from the random
+state of the first run; where a kernel draws its masks elsewhere (cuDNN), the re-run does not give the recorded output,
+which is an error, not an approximation.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import inspect
+from collections.abc import Iterator
+from typing import Any, NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from quasidiag.layers.base import Adapter
+
+
+class Call(NamedTuple):
+    """A dense layer as it was applied: activity ``[N, S, inputs]`` and derivative ``[N, S, units]``."""
+
+    module: nn.Module
+    a: Tensor
+    delta: Tensor
+
+
+class Part(nn.Linear):
+    """A dense layer made of parameters that belong to another module."""
+
+    def __init__(self, weight: nn.Parameter, bias: nn.Parameter | None) -> None:
+        nn.Module.__init__(self)
+        self.out_features, self.in_features = weight.shape
+        self.weight = weight
+        self.register_parameter("bias", bias)
+
+
+class Tape:
+    """Dense layers applied in a re-run, to be asked for their pre-activations' derivatives."""
+
+    def __init__(self) -> None:
+        self._applied: list[tuple[nn.Module, slice, Tensor, Tensor]] = []
+
+    def linear(self, part: nn.Module, a: Tensor, rows: slice = slice(None)) -> Tensor:
+        """``F.linear`` with a part (or some rows of it) on inputs with the batch first."""
+        assert isinstance(part, nn.Linear)
+        bias = None if part.bias is None else part.bias.detach()[rows]
+        z = F.linear(a, part.weight.detach()[rows], bias)
+        if not z.requires_grad:
+            z.requires_grad_()
+        self._applied.append((part, rows, a.detach(), z))
+        return z
+
+    def calls(self, outputs: list[Tensor], deltas: list[Tensor]) -> list[Call]:
+        """Every part's activity and derivative, given those of the outputs."""
+        found = torch.autograd.grad(
+            outputs, [z for *_, z in self._applied], deltas, retain_graph=True, allow_unused=True
+        )
+        parts: dict[nn.Module, tuple[list[Tensor], list[Tensor]]] = {}
+        for (part, rows, a, _), delta in zip(self._applied, found):
+            if delta is None:
+                continue
+            if rows != slice(None):
+                whole = delta.new_zeros(*delta.shape[:-1], part.out_features)  # type: ignore[arg-type]
+                whole[..., rows] = delta
+                delta = whole
+            activities, derivatives = parts.setdefault(part, ([], []))
+            activities.append(a.reshape(len(a), -1, a.shape[-1]))
+            derivatives.append(delta.reshape(len(a), -1, delta.shape[-1]))
+        return [Call(part, torch.cat(a, 1), torch.cat(d, 1)) for part, (a, d) in parts.items()]
+
+
+class Composite(Adapter):
+    """An adapter for a layer with several dense layers inside; say which, and how to re-run it."""
+
+    #: Filled by :meth:`parts`; a composite has no weight of its own.
+    weight = ""
+    bias = None
+
+    def parts(self, module: nn.Module) -> dict[str, nn.Module]:
+        """The dense layers inside, by name. Called once; parameters that are in none follow the diagonal rule."""
+        raise NotImplementedError
+
+    def outputs(self, module: nn.Module, output: Any) -> list[Tensor]:
+        """The tensors among the layer's output that a loss may depend on."""
+        raise NotImplementedError
+
+    def rerun(
+        self, module: nn.Module, parts: dict[str, nn.Module], args: dict[str, Any], tape: Tape
+    ) -> list[Tensor]:
+        """Compute :meth:`outputs` from the arguments of ``forward``, using ``tape.linear`` for every part."""
+        raise NotImplementedError
+
+    def random(self, module: nn.Module) -> bool:
+        """Whether the forward pass draws random numbers."""
+        return False
+
+
+class Surroundings:
+    """What a forward pass depends on besides its arguments: random state and autocast."""
+
+    def __init__(self, module: nn.Module, random: bool) -> None:
+        device = next(module.parameters()).device
+        self.kind = device.type
+        self.devices = [device] if self.kind == "cuda" and random else []
+        self.cpu = torch.get_rng_state() if random else None
+        self.cuda = [torch.cuda.get_rng_state(d) for d in self.devices]
+        self.autocast = torch.is_autocast_enabled(self.kind)
+        self.dtype = torch.get_autocast_dtype(self.kind)
+
+    @contextlib.contextmanager
+    def again(self) -> Iterator[None]:
+        """As it was then."""
+        with contextlib.ExitStack() as stack:
+            stack.enter_context(torch.enable_grad())
+            stack.enter_context(torch.autocast(self.kind, self.dtype, enabled=self.autocast))
+            if self.cpu is not None:
+                stack.enter_context(torch.random.fork_rng(self.devices))
+                torch.set_rng_state(self.cpu)
+                for device, state in zip(self.devices, self.cuda):
+                    torch.cuda.set_rng_state(state, device)
+            yield
+
+
+class Rerun:
+    """One call of a composite layer, recorded; re-run when it is first asked for, once for all vectors."""
+
+    def __init__(
+        self,
+        adapter: Composite,
+        module: nn.Module,
+        parts: dict[str, nn.Module],
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        outputs: list[Tensor],
+        surroundings: Surroundings,
+    ) -> None:
+        bound = inspect.signature(module.forward).bind(*args, **kwargs)
+        bound.apply_defaults()
+        memo: dict[int, Tensor] = {}  # one tensor given twice stays one
+        self._args = {name: _detach(value, memo) for name, value in bound.arguments.items()}
+        self._adapter, self._module, self._parts = adapter, module, parts
+        self._surroundings = surroundings
+        self._check = [y.detach() for y in outputs] if surroundings.cpu is not None else []
+        self._done: tuple[Tape, list[Tensor]] | None = None
+
+    def calls(self, deltas: list[Tensor | None]) -> list[Call]:
+        """The parts as they were applied, given the derivative by each output (``None`` where there is none)."""
+        if self._done is None:
+            tape = Tape()
+            with self._surroundings.again():
+                outputs = self._adapter.rerun(self._module, self._parts, self._args, tape)
+            self._done = tape, outputs
+            self._verify(outputs)
+        tape, outputs = self._done
+        known = [(y, delta) for y, delta in zip(outputs, deltas) if delta is not None]
+        return tape.calls([y for y, _ in known], [d.to(y.dtype) for y, d in known])
+
+    def _verify(self, outputs: list[Tensor]) -> None:
+        for now, then in zip(outputs, self._check):
+            scale = float(then.abs().max()) or 1.0
+            if (
+                float((now.detach() - then).abs().max())
+                > scale * torch.finfo(then.dtype).eps ** 0.5
+            ):
+                raise RuntimeError(
+                    f"the dropout inside {type(self._module).__name__} could not be repeated, so its metric cannot be had: "
+                    "set its dropout to 0 and put nn.Dropout around it"
+                )
+
+
+def _detach(value: Any, memo: dict[int, Tensor]) -> Any:
+    if isinstance(value, Tensor):
+        return memo.setdefault(id(value), value.detach())
+    if isinstance(value, nn.utils.rnn.PackedSequence):
+        return value._replace(data=value.data.detach())
+    if isinstance(value, tuple):
+        return tuple(_detach(x, memo) for x in value)
+    return value
