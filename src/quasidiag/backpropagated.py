@@ -60,7 +60,8 @@ def slope(above: GradientEdge, below: GradientEdge, like: Tensor, shape: torch.S
         torch.autograd.grad(above, below, v, retain_graph=True, allow_unused=True)[0]
         for v in (ones, signs)
     )
-    if plain is None or not torch.allclose(signed.reshape_as(like), plain.reshape_as(like) * signs):
+    expected = None if plain is None else plain.reshape_as(like) * signs
+    if expected is None or not torch.allclose(signed.reshape_as(like), expected, equal_nan=True):
         raise TypeError(
             "the backpropagated metric needs elementwise activations between layers, each layer fed by the one before: "
             "use metric='outer-product' or 'monte-carlo'"
