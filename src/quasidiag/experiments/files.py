@@ -1,8 +1,9 @@
 """Where the data files come from, and whether they are what they should be.
 
-A file is looked for in the data folder (``--data-dir`` or ``QUASIDIAG_DATA``) or, when none is given, in a
-cache that pooch fills with the public originals. Every file is checked against a SHA-256 before it is read: the
-one published here or, for files made by ``quasidiag data prepare``, the one in the ``SHA256SUMS`` beside them.
+A file is looked for in the data folder (``--data-dir`` or ``QUASIDIAG_DATA``) or, when none is
+given, in a cache that pooch fills with the public originals. Every file is checked against a
+SHA-256 before it is read: the one published here or, for files made by ``quasidiag data prepare``,
+the one in the ``SHA256SUMS`` beside them.
 """
 
 from __future__ import annotations

@@ -2,11 +2,12 @@ r"""A linear layer in which every unit looks at a few inputs only (the sparse ne
 
 .. math:: y_{nk} = b_k + \sum_j w_{kj}\, a_{n,\, \mathrm{index}_{kj}}
 
-Nothing here has the size of the dense matrix. The product is an ``embedding_bag`` over the transposed batch (the
-"words" are inputs, the "sentences" units), and so is its transpose in the backward pass, over the connections sorted
-by input; both are sums in a fixed order, so a run can be repeated bit for bit. The weight's gradient is one dot product
-a connection, and as the moments are gradients of the same kind, so are they: the adapter at the end is all that the
-Riemannian optimizers need.
+Nothing here has the size of the dense matrix. The product is an ``embedding_bag`` over the
+transposed batch (the "words" are inputs, the "sentences" units), and so is its transpose in the
+backward pass, over the connections sorted by input; both are sums in a fixed order, so a run can be
+repeated bit for bit. The weight's gradient is one dot product a connection, and as the moments are
+gradients of the same kind, so are they: the adapter at the end is all that the Riemannian
+optimizers need.
 """
 
 from __future__ import annotations
@@ -31,7 +32,7 @@ class _Product(torch.autograd.Function):
         return F.embedding_bag(layer.index, x, per_sample_weights=weight, mode="sum")
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, Tensor | None, None]:  # type: ignore[override]
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, Tensor | None, None]:
         x, weight = ctx.saved_tensors
         layer, grad = ctx.layer, grad.contiguous()
         to_x = layer.transposed_product(weight, grad) if ctx.needs_input_grad[0] else None
@@ -42,8 +43,8 @@ class _Product(torch.autograd.Function):
 class SparseLinear(nn.Module):
     """Each of ``out_features`` units has ``fan_in`` different inputs, drawn once.
 
-    Parameters are ``weight [out_features, fan_in]`` and ``bias [out_features]``; the buffer ``index`` says which input
-    each weight belongs to. Inputs of any leading shape.
+    Parameters are ``weight [out_features, fan_in]`` and ``bias [out_features]``; the buffer
+    ``index`` says which input each weight belongs to. Inputs of any leading shape.
     """
 
     index: Tensor
@@ -58,7 +59,9 @@ class SparseLinear(nn.Module):
         if not 1 <= fan_in <= in_features:
             raise ValueError(f"fan_in must be between 1 and {in_features}, not {fan_in}")
         generator = torch.Generator().manual_seed(seed) if isinstance(seed, int) else seed
-        rows = [torch.randperm(in_features, generator=generator)[:fan_in] for _ in range(out_features)]
+        rows = [
+            torch.randperm(in_features, generator=generator)[:fan_in] for _ in range(out_features)
+        ]
         index = torch.stack(rows).sort(1).values
         order = index.flatten().argsort(stable=True)
         counts = index.flatten().bincount(minlength=in_features)
@@ -76,7 +79,7 @@ class SparseLinear(nn.Module):
         if a.shape[-1] != self.in_features:
             raise ValueError(f"expected {self.in_features} input features, got {a.shape[-1]}")
         flat = a.reshape(-1, self.in_features).T.contiguous()
-        product: Tensor = _Product.apply(flat, self.weight, self)  # type: ignore[no-untyped-call]
+        product: Tensor = _Product.apply(flat, self.weight, self)
         return (product.T + self.bias).reshape(*a.shape[:-1], self.out_features)
 
     def transposed_product(self, weight: Tensor, grad: Tensor) -> Tensor:

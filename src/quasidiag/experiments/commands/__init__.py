@@ -1,0 +1,1 @@
+"""The subcommands of ``quasidiag`` that have no better home, one a module."""

@@ -1,0 +1,167 @@
+"""``quasidiag reproduce``: an experiment of the paper, or all of them."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+import time
+from typing import Any
+
+from .. import datasets, pool, tasks, timing
+from ..algorithms import ALGORITHMS
+from ..config import Config, suggest
+from ..progress import progress, table
+from ..sweep import Sweep, interleaved
+from . import options
+
+STOPPED = 3
+
+
+def add_parser(subparsers: Any) -> None:
+    """Add the command."""
+    parser = subparsers.add_parser("reproduce", help="redo figures and tables of the paper")
+    parser.add_argument(
+        "names", nargs="+", metavar="NAME", help="experiments, or all; and key=value"
+    )
+    parser.add_argument("--scale", default="small", choices=tasks.SCALES)
+    parser.add_argument("--jobs", type=options.whole, default=os.cpu_count() or 1, metavar="N")
+    parser.add_argument("--algorithms", metavar="A,B", help="only these algorithms")
+    parser.add_argument("--dask", metavar="ADDRESS", help="run on this Dask cluster")
+    parser.add_argument("--time-limit", type=float, metavar="SECONDS", help="then stop, resumably")
+    parser.add_argument("--dry-run", action="store_true", help="print the runs that would be done")
+    parser.add_argument(
+        "--tensorboard", action="store_true", help="log to RUNS/tensorboard as well"
+    )
+    parser.add_argument("--no-graph", action="store_true", help="no CUDA graphs")
+    parser.add_argument("--checkpoint-seconds", type=float, default=10.0, metavar="S")
+    options.add_device(parser)
+    options.add_runs(parser)
+    options.add_data_dir(parser)
+    parser.set_defaults(run=run, settings=[])
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Round after round of runs, until nothing is pending."""
+    deadline = None if arguments.time_limit is None else time.time() + arguments.time_limit
+    settings = (*(word for word in arguments.names if "=" in word), *arguments.settings)
+    names = [word for word in arguments.names if "=" not in word]
+    names = list(tasks.NAMES) if "all" in names else list(dict.fromkeys(names))
+    root, device = options.runs_dir(arguments), options.device(arguments)
+    data_dir = options.data_dir(arguments)
+    sweeps = _sweeps(arguments, names, settings, root, device, data_dir)
+    if arguments.dry_run:
+        return _dry_run(sweeps, tasks.TIMING in names)
+    shared = pool.Settings(
+        root,
+        data_dir,
+        deadline,
+        arguments.checkpoint_seconds,
+        arguments.tensorboard,
+        not arguments.no_graph,
+    )
+    if tasks.TIMING in names:  # first and alone: nothing else may share the machine with it
+        timing.measure_and_write(root, device, arguments.scale, data_dir)
+    code = _rounds(sweeps, shared, arguments.jobs, arguments.dask)
+    any_finished = [_show(sweep) for sweep in sweeps]
+    return code or (0 if all(any_finished) else 1)
+
+
+def _sweeps(
+    arguments: argparse.Namespace,
+    names: list[str],
+    settings: tuple[str, ...],
+    root: str,
+    device: str,
+    data_dir: str | None,
+) -> list[Sweep]:
+    """The experiments asked for, with their data looked at before anything runs."""
+    chosen = tuple(filter(None, (arguments.algorithms or "").split(",")))
+    for name in chosen:
+        if name not in ALGORITHMS:
+            raise suggest("algorithm", name, ALGORITHMS)
+    experiments = [tasks.find(name) for name in names if name != tasks.TIMING]
+    found: dict[str, str] = {}
+    for dataset in dict.fromkeys(experiment.dataset for experiment in experiments):
+        if dataset == "mnist":
+            found[dataset], sentence = datasets.digits(data_dir)
+        else:
+            found[dataset], sentence = dataset, datasets.load(dataset, data_dir).source
+        print(f"data: {sentence}", flush=True)
+    return [
+        Sweep(e, arguments.scale, root, found[e.dataset], device, settings, chosen)
+        for e in experiments
+    ]
+
+
+def _rounds(sweeps: list[Sweep], settings: pool.Settings, jobs: int, dask: str | None) -> int:
+    number = 0
+    while configs := interleaved(sweeps):
+        number += 1
+        errors, stopped = [], 0
+        with progress(f"round {number}", len(configs)) as advance:
+            for outcome in pool.run_all(configs, settings, jobs, dask):
+                if outcome.error is not None:
+                    errors.append(outcome)
+                elif outcome.result is None:
+                    stopped += 1
+                else:
+                    advance(_label(outcome.config) + _outcome(outcome, sweeps))
+        for sweep in sweeps:
+            sweep.write_summary()
+        if errors:
+            for outcome in errors[:3]:
+                print(f"{_label(outcome.config)} failed:\n{outcome.error}", file=sys.stderr)
+            print(f"{len(errors)} runs failed; the same command tries them again", file=sys.stderr)
+            return 1
+        if stopped:
+            print(f"time limit: {stopped} runs are unfinished; the same command goes on with them")
+            return STOPPED
+    return 0
+
+
+def _label(config: Config) -> str:
+    seed = f" seed {config.seed}" if config.seed else ""
+    return f"{config.experiment} {config.variant} {config.algorithm} lr={config.lr:g}{seed}"
+
+
+def _outcome(outcome: pool.Outcome, sweeps: list[Sweep]) -> str:
+    assert outcome.result is not None
+    select = tasks.find(outcome.config.experiment).select
+    value = outcome.result["final"].get(select)
+    shown = "not finite" if value is None else f"{value:.4g}"
+    return f": {outcome.result['status']}, {select} {shown}"
+
+
+def _dry_run(sweeps: list[Sweep], with_timing: bool) -> int:
+    configs = interleaved(sweeps)
+    for config in configs:
+        print(f"{config.id}  {_label(config)} epochs={config.epochs}")
+    if with_timing:
+        print("timing: eight algorithms, interleaved")
+    print(f"{len(configs)} runs now; step sizes beyond the grid and further seeds follow as needed")
+    return 0
+
+
+def _show(sweep: Sweep) -> bool:
+    """Print the best step sizes; whether any run came to a finite end."""
+    summary = sweep.write_summary()
+    rows = []
+    for cell in summary["cells"]:
+        shown = [_number(cell["final"].get(key)) for key in KEYS]
+        best = "none" if cell["best_lr"] is None else f"{cell['best_lr']:g}"
+        edge = "" if cell["edge"] is None else f" ({cell['edge']} end)"
+        rows.append((f"{cell['variant']} {cell['algorithm']}", best + edge, *shown))
+    done = "" if summary["complete"] else ", incomplete"
+    title = f"{summary['experiment']} ({summary['paper']}), {summary['scale']} scale on {summary['dataset']}{done}"
+    table(("algorithm", "best step size", *(key.replace("_", " ") for key in KEYS)), rows, title)
+    return any(cell["best_lr"] is not None for cell in summary["cells"])
+
+
+KEYS = ("train_nll", "train_error", "valid_nll", "valid_error")
+
+
+def _number(statistics: dict[str, Any] | None) -> str:
+    if statistics is None or statistics["mean"] is None:
+        return "-"
+    return f"{statistics['mean']:.4g}"

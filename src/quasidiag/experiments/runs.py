@@ -1,0 +1,200 @@
+"""Runs on disk: one directory each, which a ``kill -9`` at any moment leaves in order.
+
+``RUNS/runs/<hash of the config>/`` holds ``config.json``, ``environment.json``, ``metrics.jsonl``
+(append-only: a later line for the same epoch replaces the earlier one), ``checkpoint.pt`` while the
+run is unfinished, and ``result.json``, which appears in one piece at the end. Whether it is there
+says whether the run is finished.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from .config import Config, UsageError
+from .models import parameter_count
+from .train import Trainer
+
+Line = dict[str, Any]
+
+
+def write_atomically(path: Path, write: Callable[[Path], object]) -> None:
+    """Let ``write`` fill a temporary file, then give it its name: readers see all of it or nothing."""
+    temporary = path.with_name(f".{path.name}.{os.getpid()}")
+    try:
+        write(temporary)
+        os.replace(temporary, path)
+    finally:
+        temporary.unlink(missing_ok=True)
+
+
+def write_json(path: Path, value: object) -> None:
+    """A JSON file in one piece."""
+    text = json.dumps(value, indent=1, allow_nan=False) + "\n"
+    write_atomically(path, lambda temporary: temporary.write_text(text))
+
+
+class RunDir:
+    """The directory of one run."""
+
+    def __init__(self, root: str | os.PathLike[str], config: Config) -> None:
+        self.config = config
+        self.path = Path(root) / "runs" / config.id
+
+    @property
+    def result(self) -> Line | None:
+        """The result, once there is one."""
+        return read_json(self.path / "result.json")
+
+    def metrics(self) -> list[Line]:
+        """One line an epoch, in order."""
+        return read_metrics(self.path / "metrics.jsonl")
+
+    def begin(self, environment: dict[str, Any]) -> None:
+        """Write what is known beforehand."""
+        write_json(self.path / "config.json", self.config.to_dict())
+        write_json(self.path / "environment.json", environment)
+        for leftover in self.path.glob(".*.[0-9]*"):  # of a process that was killed while writing
+            leftover.unlink(missing_ok=True)
+
+    def append(self, line: Line) -> None:
+        """Add a line of metrics; a torn last line (of a killed process) is ended first."""
+        path = self.path / "metrics.jsonl"
+        torn = path.exists() and path.stat().st_size and path.read_bytes()[-1:] != b"\n"
+        with path.open("a") as stream:
+            stream.write(("\n" if torn else "") + json.dumps(line, allow_nan=False) + "\n")
+
+    def save(self, trainer: Trainer) -> None:
+        """Replace the checkpoint."""
+        state = trainer.state_dict()
+        write_atomically(self.path / "checkpoint.pt", lambda path: torch.save(state, path))
+
+    def restore(self, trainer: Trainer) -> bool:
+        """Go back to the checkpoint, if there is one."""
+        path = self.path / "checkpoint.pt"
+        if not path.exists():
+            return False
+        trainer.load_state_dict(torch.load(path, map_location="cpu", weights_only=True))
+        return True
+
+    def finish(self, trainer: Trainer, reason: str | None) -> Line:
+        """Write the result, and drop the checkpoint."""
+        lines = self.metrics()
+        pictures = trainer.pictures()
+        if pictures is not None:
+            target = self.path / "reconstructions.npz"
+            write_atomically(target, lambda path: _savez(path, pictures))
+        keys = [key for key in lines[0] if key not in ("epoch", "seconds")]
+        values = {key: [line[key] for line in lines if line.get(key) is not None] for key in keys}
+        result = {
+            "status": "diverged" if reason else "finished",
+            "reason": reason,
+            "epochs": trainer.epoch,
+            "seconds": trainer.seconds,
+            "parameters": parameter_count(trainer.model, trainer.criterion),
+            "initial": lines[0],
+            "final": lines[-1],
+            "best": {key: min(values[key], default=None) for key in keys},
+        }
+        write_json(self.path / "result.json", result)
+        (self.path / "checkpoint.pt").unlink(missing_ok=True)
+        return result
+
+    @contextlib.contextmanager
+    def locked(self) -> Iterator[None]:
+        """One process at a time; the lock dies with its process."""
+        self.path.mkdir(parents=True, exist_ok=True)
+        try:
+            import fcntl
+        except ModuleNotFoundError:  # Windows
+            yield
+            return
+        with (self.path / ".lock").open("w") as stream:
+            fcntl.flock(stream, fcntl.LOCK_EX)
+            yield
+
+
+def _savez(path: Path, arrays: dict[str, np.ndarray]) -> None:
+    with path.open("wb") as stream:
+        np.savez_compressed(stream, **arrays)  # type: ignore[arg-type]
+
+
+def read_json(path: Path) -> Any:
+    """The content, or None where there is no file."""
+    try:
+        return json.loads(path.read_text())
+    except FileNotFoundError:
+        return None
+
+
+def read_metrics(path: Path) -> list[Line]:
+    """The lines of a metrics file, the last one of each epoch, without torn ones."""
+    lines: dict[int, Line] = {}
+    if path.exists():
+        for text in path.read_text().splitlines():
+            with contextlib.suppress(json.JSONDecodeError):
+                line = json.loads(text)
+                lines[line["epoch"]] = line
+    return [lines[epoch] for epoch in sorted(lines)]
+
+
+@dataclass(frozen=True)
+class Run:
+    """A run as it was found, finished or not."""
+
+    id: str
+    config: dict[str, Any]
+    metrics: list[Line]
+    result: Line
+    environment: dict[str, Any]
+    pictures: dict[str, np.ndarray] | None = field(default=None, repr=False)
+
+    def reconstructions(self) -> dict[str, np.ndarray] | None:
+        """``original`` and ``reconstruction`` [k, height, width] as bytes, for autoencoders of images."""
+        return self.pictures
+
+
+@dataclass(frozen=True)
+class Collection:
+    """All that a folder of runs (or an export of it) holds."""
+
+    runs: list[Run]
+    sweeps: dict[str, dict[str, Any]]
+    timing: dict[str, Any] | None
+
+
+def load(path: str | os.PathLike[str]) -> Collection:
+    """Read a folder of runs, or the file that ``quasidiag export`` made of one."""
+    path = Path(path)
+    if path.is_file():
+        from .export import read_export
+
+        return read_export(path)
+    if not path.is_dir():
+        raise UsageError(f"there are no runs in {path}")
+    runs = [_read_run(entry.parent) for entry in sorted(path.glob("runs/*/config.json"))]
+    sweeps = {entry.stem: read_json(entry) for entry in sorted(path.glob("sweeps/*.json"))}
+    return Collection(runs, sweeps, read_json(path / "timing.json"))
+
+
+def _read_run(path: Path) -> Run:
+    pictures = None
+    if (path / "reconstructions.npz").exists():
+        with np.load(path / "reconstructions.npz") as arrays:
+            pictures = {key: arrays[key] for key in arrays.files}
+    return Run(
+        path.name,
+        read_json(path / "config.json"),
+        read_metrics(path / "metrics.jsonl"),
+        read_json(path / "result.json") or {},
+        read_json(path / "environment.json") or {},
+        pictures,
+    )
