@@ -7,17 +7,20 @@ One class a reduction.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from quasidiag import reductions
+from quasidiag import kernels, reductions
+from quasidiag.kernels.rule import Rule
 from quasidiag.layers import Adapter, adapter_of
+from quasidiag.layers.linear import LinearAdapter
 from quasidiag.moments import Moments, recentre, smallest
 
 State = Mapping[Tensor, dict[str, Any]]
+Tensors = Sequence[Tensor]
 
 #: Every so many metric updates the shift follows the activities, and moments too small to matter become zero.
 TIDY_EVERY = 64
@@ -40,6 +43,8 @@ class DiagonalBlock:
         self.parameters = [p for p in (bias, weight) if p is not None]
         #: The parameter whose state counts the updates, and whose param group sets gamma and eps.
         self.home = self.parameters[-1]
+        #: Completes a sum over units; some may be on other ranks (:mod:`quasidiag.sharding`).
+        self.add_up: Callable[[Tensor], Tensor] = _as_is
 
     def start(self, state: State, a: Tensor, dtype: torch.dtype, identity: bool) -> None:
         """Make room for the metric: zeros, or the identity matrix."""
@@ -80,8 +85,22 @@ class DiagonalBlock:
         self, state: State, gradients: list[Tensor], eps: float, floor: float | None
     ) -> list[Tensor]:
         """The Riemannian gradient of each of :attr:`parameters`."""
+        w = [torch.empty_like(v) for v in gradients]
+        if self._fused(state, gradients, Rule(eps=eps, floor=eps if floor is None else floor), w=w):
+            return w
         kept = [m for m in self.kept(state) if m is not None]
         return [reductions.diagonal(m, v, eps=eps, floor=floor) for m, v in zip(kept, gradients)]
+
+    def descend_(self, state: State, gradients: list[Tensor], rule: Rule) -> bool:
+        """Solve and step in one pass over memory, where a kernel can; else nothing happens, and ``False``."""
+        buffers = [state[p]["momentum"] for p in self.parameters] if rule.momentum else None
+        return self._fused(state, gradients, rule, buffers=buffers, thetas=self.parameters)
+
+    def _fused(
+        self, state: State, gradients: Tensors, rule: Rule, **outputs: Tensors | None
+    ) -> bool:
+        kept = [m for m in self.kept(state) if m is not None]
+        return kernels.diagonal(kept, gradients, rule, **outputs)
 
 
 class QuasiDiagonalBlock(DiagonalBlock):
@@ -105,6 +124,10 @@ class QuasiDiagonalBlock(DiagonalBlock):
         self, state: State, module: nn.Module, a: Tensor, w: Tensor, keep: float, gain: float
     ) -> None:
         shift = state[self.weight].get("shift")
+        if isinstance(self.adapter, LinearAdapter) and kernels.accumulate_(
+            self.kept(state), a.flatten(0, -2), w.flatten(0, -2), shift, keep, gain
+        ):
+            return
         a = _cast(a, w) if shift is None else _cast(a, w) - shift
         super().accumulate_(state, module, a, w, keep, gain)
 
@@ -112,34 +135,53 @@ class QuasiDiagonalBlock(DiagonalBlock):
         m00, m0i, _ = self.kept(state)
         assert m00 is not None and m0i is not None
         if "shift" in state[self.weight]:
-            total = m00.sum()
-            self._move(state, torch.where(total > 0, m0i.sum(0) / total, 0.0))
+            total, first = self.add_up(m00.sum()), self.add_up(m0i.sum(0))
+            self._move(state, torch.where(total > 0, first / total, 0.0))
         super().tidy_(state)
 
     def _move(self, state: State, move: Tensor) -> None:
         """Measure the moments from ``move`` further on."""
         kept = self.kept(state)
         for old, new in zip(kept, recentre(kept, move)):
-            old.copy_(new)  # type: ignore[union-attr]
+            assert old is not None and new is not None
+            old.copy_(new)
         state[self.weight]["shift"].add_(move)
 
     def solve(
         self, state: State, gradients: list[Tensor], eps: float, floor: float | None
     ) -> list[Tensor]:
+        w = [torch.empty_like(v) for v in gradients]
+        if self._fused(state, gradients, Rule(eps=eps, floor=eps if floor is None else floor), w=w):
+            return w
+        v0, vi = self._rows(gradients)
+        m00, m0i, mii = self._moment_rows(state)
+        shift = state[self.weight].get("shift")
+        w0, wi = reductions.quasi_diagonal(m00, m0i, mii, v0, vi, eps=eps, floor=floor, shift=shift)
+        return [w0, self.adapter.unrows(self.module, wi, self.weight.shape)]
+
+    def _fused(
+        self, state: State, gradients: Tensors, rule: Rule, **outputs: Tensors | None
+    ) -> bool:
+        rows = {name: pair and self._rows(pair) for name, pair in outputs.items()}
+        for name, pair in outputs.items():
+            if pair and rows[name][1].data_ptr() != pair[1].data_ptr():  # type: ignore[index]
+                return False  # not a view: a kernel would write into a copy
+        v0, vi = self._rows(gradients)
+        shift = state[self.weight].get("shift")
+        return kernels.quasi_diagonal(*self._moment_rows(state), v0, vi, shift, rule, **rows)
+
+    def _moment_rows(self, state: State) -> tuple[Tensor, Tensor, Tensor]:
         m00, m0i, mii = self.kept(state)
         assert m00 is not None and m0i is not None and mii is not None
-        v0, vi = gradients
-        w0, wi = reductions.quasi_diagonal(
+        return (
             m00,
             self.adapter.rows(self.module, m0i),
             self.adapter.rows(self.module, mii),
-            v0,
-            self.adapter.rows(self.module, vi),
-            eps=eps,
-            floor=floor,
-            shift=state[self.weight].get("shift"),
         )
-        return [w0, self.adapter.unrows(self.module, wi, self.weight.shape)]
+
+    def _rows(self, pair: Tensors) -> tuple[Tensor, Tensor]:
+        """A bias and a weight (or two tensors of their shapes), the weight as ``[units, inputs]``."""
+        return pair[0], self.adapter.rows(self.module, pair[1])
 
 
 class UnitwiseBlock(DiagonalBlock):
@@ -155,7 +197,7 @@ class UnitwiseBlock(DiagonalBlock):
         state[self.weight]["block"] = eye.repeat(rows.shape[0], 1, 1)
 
     def moments(self, state: State) -> Moments:
-        block, shape = state[self.weight]["block"], self.weight.shape
+        block = state[self.weight]["block"]
         diagonal = block.diagonal(dim1=1, dim2=2)
         if self.bias is None:
             return Moments(None, None, self._unrows(diagonal))
@@ -164,10 +206,10 @@ class UnitwiseBlock(DiagonalBlock):
     def accumulate_(
         self, state: State, module: nn.Module, a: Tensor, w: Tensor, keep: float, gain: float
     ) -> None:
-        inputs, units = _adapter(module).patches(module, _cast(a, w), w)
+        inputs, units = (x.flatten(0, 1) for x in _adapter(module).patches(module, _cast(a, w), w))
         if self.bias is not None:
-            inputs = torch.cat([torch.ones_like(inputs[:, :1]), inputs], dim=1)
-        block = torch.einsum("nk,ni,nj->kij", units, inputs, inputs)
+            inputs = torch.cat([torch.ones_like(inputs[..., :1]), inputs], dim=-1)
+        block = torch.einsum("ngu,ngi,ngj->guij", units, inputs, inputs).flatten(0, 1)
         state[self.weight]["block"].mul_(keep).add_(block, alpha=gain)
 
     def tidy_(self, state: State) -> None:
@@ -182,6 +224,9 @@ class UnitwiseBlock(DiagonalBlock):
         w = reductions.unitwise(state[self.weight]["block"], v, eps=eps, floor=floor)
         return [self._unrows(w)] if self.bias is None else [w[:, 0], self._unrows(w[:, 1:])]
 
+    def descend_(self, state: State, gradients: list[Tensor], rule: Rule) -> bool:
+        return False
+
     def _unrows(self, rows: Tensor) -> Tensor:
         return self.adapter.unrows(self.module, rows.contiguous(), self.weight.shape)
 
@@ -190,6 +235,10 @@ def _adapter(module: nn.Module) -> Adapter:
     adapter = adapter_of(module)
     assert adapter is not None
     return adapter
+
+
+def _as_is(x: Tensor) -> Tensor:
+    return x
 
 
 def _cast(a: Tensor, w: Tensor) -> Tensor:

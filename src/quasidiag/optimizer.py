@@ -2,22 +2,27 @@ r"""The optimizer: :math:`θ ← θ - η M^{-1} v` with the metric's moving aver
 
 from __future__ import annotations
 
-import math
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from quasidiag import collect
+from quasidiag import distributed, validate
 from quasidiag.blocks import REDUCTIONS, DiagonalBlock, find_blocks
+from quasidiag.collect import Collector, LossScale
+from quasidiag.kernels.rule import Rule
 from quasidiag.metrics import METRICS
 from quasidiag.moments import Moments
 from quasidiag.outputs import OutputModel
+from quasidiag.probe import Hook
+from quasidiag.sharding import like, local, rows_of
+from quasidiag.sums import SUMS, Sums, dtype_of
 
-Groups = list[dict[str, Any]]
+#: Of what ``state_dict()`` holds. 0 had no version, no shift and no count of steps.
+VERSION = 1
 
 
 class Riemannian(Optimizer):
@@ -58,11 +63,15 @@ class Riemannian(Optimizer):
         metric_every: update the metric every so many steps.
         metric_fraction: the share of each minibatch that enters the metric.
         loss_reduction: ``"mean"`` or ``"sum"``; what the loss does over the batch, where there is no criterion.
+        loss_scale: what the loss is multiplied by before its backward pass, where there is no criterion to see it: a
+            number, or a function such as ``torch.amp.GradScaler.get_scale``.
         seed: of the generator of the Monte Carlo targets.
         nonfinite: ``"skip"`` reports a minibatch with a gradient that is not finite and leaves everything as it was,
             ``"raise"`` raises.
         capturable: never wait for the device, so that a step can be captured in a CUDA graph; minibatches are then not
             looked at for finiteness.
+        process_group: the ranks whose samples enter the metric together. ``"auto"`` finds those of DDP or
+            ``fully_shard``, or else takes everybody; ``None`` keeps this rank to itself.
 
     What is not in a layer that quasidiag knows follows a diagonal rule of its own, the one of
     :class:`quasidiag.AdaGrad`; parameters of the criterion are divided by their Fisher information.
@@ -83,36 +92,37 @@ class Riemannian(Optimizer):
         momentum: float = 0.0,
         weight_decay: float = 0.0,
         maximize: bool = False,
-        params: Groups | None = None,
+        params: Any = None,
         metric_start: str | int = "first",
         metric_every: int = 1,
         metric_fraction: float = 1.0,
         loss_reduction: str = "mean",
+        loss_scale: LossScale = 1.0,
         seed: int = 0,
         nonfinite: str = "skip",
         capturable: bool = False,
+        process_group: Any = "auto",
     ) -> None:
         lr = 1e-2 if lr is None else lr
-        _one_of("metric", metric, METRICS)
-        _one_of("reduction", reduction, tuple(REDUCTIONS))
-        _one_of("loss_reduction", loss_reduction, ("mean", "sum"))
-        _one_of("nonfinite", nonfinite, ("skip", "raise"))
-        _whole("samples", samples)
-        _whole("metric_every", metric_every)
-        if not isinstance(metric_start, int):
-            _one_of("metric_start", metric_start, ("first", "identity"))
+        validate.one_of("metric", metric, METRICS)
+        validate.one_of("reduction", reduction, REDUCTIONS)
+        validate.one_of("loss_reduction", loss_reduction, ("mean", "sum"))
+        validate.one_of("nonfinite", nonfinite, ("skip", "raise"))
+        validate.whole("samples", samples)
+        validate.whole("metric_every", metric_every)
+        if isinstance(metric_start, str):
+            validate.one_of("metric_start", metric_start, ("first", "identity"))
         else:
-            _whole("metric_start", metric_start)
+            validate.whole("metric_start", metric_start)
         if not 0 < metric_fraction <= 1:
             raise ValueError(f"metric_fraction must be in (0, 1], not {metric_fraction}")
-        if metric != "outer-product" and not isinstance(criterion, OutputModel):
-            raise ValueError(
-                f"the {metric} metric needs to know what the output means: pass the criterion, such as "
-                f"qd.Categorical(), that also computes your loss (got {criterion!r})"
-            )
+        validate.criterion(criterion, metric, loss_reduction)
         self.model, self.criterion = model, criterion
         self.metric, self.reduction, self.metric_start = metric, reduction, metric_start
         self.metric_every, self.nonfinite, self.capturable = metric_every, nonfinite, capturable
+        self.samples, self.metric_fraction, self.seed = samples, metric_fraction, seed
+        self.loss_reduction, self.loss_scale = loss_reduction, loss_scale
+        self.process_group, self.steps = process_group, 0
         defaults = dict(
             lr=lr,
             gamma=gamma,
@@ -122,24 +132,50 @@ class Riemannian(Optimizer):
             weight_decay=weight_decay,
             maximize=maximize,
         )
-        super().__init__(params or _everything(model, criterion), defaults)
-        self.steps = 0
+        super().__init__(_everything(model, criterion) if params is None else params, defaults)
+        self._attach()
+
+    def _attach(self) -> None:
+        """Watch the model. A copied or unpickled optimizer does so again, with the model that came along."""
         self._find()
-        adapters = {module: block.adapter for module, block in self._owner.items()}
-        self._collector = collect.Collector(
-            model, adapters, criterion, metric, samples, metric_fraction, loss_reduction, seed
+        self._sums = Sums()
+        self._collector = Collector(
+            self.model,
+            self.criterion,
+            self.metric,
+            self.samples,
+            self.metric_fraction,
+            self.loss_reduction,
+            self.loss_scale,
+            self.seed,
+            Hook(self._before_pass),
         )
+        self._watch()
+        self._exchange = self._collector.exchange = distributed.connect(
+            self.model,
+            self._blocks,
+            self._owner,
+            lambda: self.state,
+            self.process_group,
+            self.criterion,
+        )
+        self._count(self.steps)
 
     def _find(self) -> None:
         """Which parameter belongs to what: a block, the criterion, or the diagonal rule."""
-        trained = [p for group in self.param_groups for p in group["params"]]
         self._group = {p: group for group in self.param_groups for p in group["params"]}
-        self._blocks, self._owner = find_blocks(self.model, trained, self.reduction)
+        self._blocks, self._owner = find_blocks(self.model, self._group, self.reduction)
+        for block in self._blocks:
+            validate.one_device(block)
         covered = {p for block in self._blocks for p in block.parameters}
         if self.criterion is not None:
             covered |= set(self.criterion.parameter_fisher())
-        self._others = [p for p in trained if p not in covered]
+        self._others = [p for p in self._group if p not in covered]
+        self._structure = validate.Structure(self.model)
         self._warn_others()
+
+    def _watch(self) -> None:
+        self._collector.watch({module: block.adapter for module, block in self._owner.items()})
 
     def _warn_others(self) -> None:
         others = set(self._others)
@@ -155,15 +191,30 @@ class Riemannian(Optimizer):
                 stacklevel=4,
             )
 
+    @torch._disable_dynamo
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Add a param group; its layers are watched from the next forward pass on."""
+        """Add a param group; its layers are watched from the next forward pass on.
+
+        A block that grows by it (a bias that was frozen, say) begins its metric anew.
+        """
         group = {**self.defaults, **param_group}
         for name in ("lr", "gamma", "eps", "floor", "momentum", "weight_decay"):
-            _check_number(name, group[name])
-        super().add_param_group(param_group)
-        for parameter in self.param_groups[-1]["params"]:
-            if parameter.is_complex():
-                raise TypeError("quasidiag does not train complex parameters")
+            validate.number(name, group[name])
+        if not isinstance(group["params"], Tensor):
+            group["params"] = list(group["params"])
+            plain = [p[1] if isinstance(p, tuple) else p for p in group["params"]]
+            validate.trainable((p for p in plain if isinstance(p, Tensor)), self._name)
+        super().add_param_group(group)
+        if hasattr(self, "_collector"):
+            before = {block.home: block.parameters for block in self._blocks}
+            self._find()
+            for block in self._blocks:
+                known = before.get(block.home, block.parameters)
+                if [*map(id, known)] != [*map(id, block.parameters)]:
+                    for p in block.parameters:
+                        kept = self.state[p]
+                        self.state[p] = {k: kept[k] for k in ("momentum",) if k in kept}
+            self._watch()
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:  # type: ignore[override]
@@ -172,12 +223,14 @@ class Riemannian(Optimizer):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-        if self._ready():
-            self._update_metric()
-            for parameter, w in self._directions():
-                self._apply_(parameter, w)
-            if self.criterion is not None:
-                self.criterion.project_()
+        with self._full_precision():
+            if self._ready():
+                self._update_metric()
+                done = {block for block in self._blocks if self._descend_(block)}
+                for parameter, w in self._directions(done):
+                    self._apply_(parameter, w)
+                if self.criterion is not None:
+                    self.criterion.project_()
         self._forget()
         return loss
 
@@ -187,12 +240,17 @@ class Riemannian(Optimizer):
 
         For people who bring their own optimizer, which then takes the step.
         """
-        if self._ready():
-            self._update_metric()
-            for parameter, w in list(self._directions()):
-                assert parameter.grad is not None
-                parameter.grad.copy_(w)
+        with self._full_precision():
+            if self._ready():
+                self._update_metric()
+                for parameter, w in self._directions():
+                    assert parameter.grad is not None
+                    parameter.grad.copy_(w)
         self._forget()
+
+    def _full_precision(self) -> torch.autocast:
+        """The metric is kept and inverted in its own precision, also when called under autocast."""
+        return torch.autocast(next(iter(self._group)).device.type, enabled=False)
 
     def moments(self, layer: nn.Module) -> Moments:
         """The moments of a layer's units, averaged so far."""
@@ -205,7 +263,24 @@ class Riemannian(Optimizer):
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         super().zero_grad(set_to_none)
-        self._collector.clear()
+        self._restart()
+
+    def _restart(self) -> None:
+        """The gradients are gone, and what their backward passes left goes with them."""
+        self._collector.restart()
+        self._sums.clear()
+
+    def _before_pass(self) -> None:
+        """A backward pass begins. If gradients are accumulating, only its own activities will be kept."""
+        if all(p.grad is None for p in self._group):
+            self._restart()
+        elif self._exchange is None:
+            self._fold()
+
+    def _fold(self) -> None:
+        for module, a, w in self._collector.records:
+            self._sums.add(self.state, self._owner[module], module, a, w)
+        self._collector.records = []
 
     def close(self) -> None:
         """Leave the model: no hook stays behind. The state can still be read and saved."""
@@ -219,28 +294,40 @@ class Riemannian(Optimizer):
 
     def _ready(self) -> bool:
         """Whether the minibatch can be used; raises before anything has changed if the call makes no sense."""
-        gradients = [(p, p.grad) for p in self._group if p.grad is not None]
+        if self._exchange is not None:
+            self._exchange.average_strays_()
+        gradients = [(p, local(p.grad)) for p in self._group if p.grad is not None]
         if not gradients:
             raise RuntimeError("step() without a gradient: call loss.backward() first")
-        for parameter, gradient in gradients:
-            if gradient.is_sparse or gradient.is_complex():
-                kind = "sparse" if gradient.is_sparse else "complex"
-                raise TypeError(
-                    f"{self._name(parameter)} has a {kind} gradient: make it dense and real"
-                )
-        if self._collector.probe.enabled:
-            seen = {self._owner[record.module] for record in self._collector.records}
+        validate.gradients(gradients, self._name)
+        self._structure.check(self._group)
+        for block in self._blocks:
+            if self._started(block):
+                validate.one_device(block)
+                validate.state_device(block, self.state[block.home])
+        seen = {self._owner[record.module] for record in self._collector.records} | set(self._sums)
+        bad = None if self.capturable else self._not_finite(gradients)
+        if self._exchange is not None:
+            device = gradients[0][1].device
+            bad, self._collector.total, seen = self._exchange.meet(
+                bad, self._collector.total, device
+            )
+        if self._collector.due:
             for block in self._blocks:
                 if block.home.grad is not None and block not in seen and not self._started(block):
                     raise RuntimeError(self._unseen(block))
-        return self.capturable or self._finite(gradients)
+        return bad is None or not bool(bad) or self._refuse(gradients)
 
-    def _finite(self, gradients: list[tuple[Tensor, Tensor]]) -> bool:
+    def _not_finite(self, gradients: list[tuple[Tensor, Tensor]]) -> Tensor:
         norms = torch._foreach_norm([gradient for _, gradient in gradients])
-        sums = [record.w.sum() for record in self._collector.records]
-        if bool(torch.stack([x.float() for x in (*norms, *sums)]).isfinite().all()):
-            return True
-        bad = [self._name(p) for (p, _), norm in zip(gradients, norms) if not norm.isfinite()]
+        kept = [record.w for record in self._collector.records] + self._sums.tensors()
+        numbers = [*norms, *(x.sum() for x in kept)]
+        device = numbers[0].device
+        return ~torch.stack([x.float().to(device) for x in numbers]).isfinite().all()
+
+    def _refuse(self, gradients: list[tuple[Tensor, Tensor]]) -> bool:
+        """Skip the minibatch, or raise; with several ranks all do the same."""
+        bad = [self._name(p) for p, gradient in gradients if not gradient.isfinite().all()]
         bad = bad or ["the metric"]
         message = f"a minibatch was skipped: its gradient is not finite in {', '.join(bad[:3])}"
         if self.nonfinite == "raise":
@@ -265,26 +352,38 @@ class Riemannian(Optimizer):
 
     def _update_metric(self) -> None:
         r""":math:`M ← (1-γ) M + γ M_b`."""
-        if not self._collector.probe.enabled:
+        if not self._collector.due:
             return
         factor = self._collector.factor()
-        fresh: dict[DiagonalBlock, float] = {}
+        if self._exchange is not None:
+            identity = self.metric_start == "identity"
+            self._exchange.update(self._collector.records, factor, self._gamma, identity)
+            return
+        if self._sums:
+            self._fold()
+        fresh: set[DiagonalBlock] = set()
         for module, a, w in self._collector.records:
             block = self._owner[module]
-            if not self._started(block):
-                dtype = torch.promote_types(block.home.dtype, torch.float32)
-                block.start(self.state, a, dtype, self.metric_start == "identity")
+            self._start(block, a)
             gamma = self._gamma(block)
-            w = w.to(torch.promote_types(block.home.dtype, torch.float32))
+            w, gain = w.to(dtype_of(block)), gamma
             if isinstance(factor, Tensor):
-                w, gain = w * factor, gamma
+                w = w * factor
             else:
                 gain = gamma * factor
-            keep = 1.0 if block in fresh else 1.0 - gamma
-            fresh[block] = gamma
-            block.accumulate_(self.state, module, a, w, keep, gain)
+            block.accumulate_(self.state, module, a, w, 1.0 if block in fresh else 1 - gamma, gain)
+            fresh.add(block)
+        for block in self._sums:
+            self._start(block, self._sums.centre(block))
+            gamma = self._gamma(block)
+            self._sums.merge_(self.state, block, 1 - gamma, gamma * factor)
+            fresh.add(block)
         for block in fresh:
             block.finish_update(self.state)
+
+    def _start(self, block: DiagonalBlock, a: Tensor) -> None:
+        if not self._started(block):
+            block.start(self.state, a, dtype_of(block), self.metric_start == "identity")
 
     def _gamma(self, block: DiagonalBlock) -> float:
         gamma, t = self._group[block.home]["gamma"], self.state[block.home]["updates"]
@@ -293,15 +392,47 @@ class Riemannian(Optimizer):
         first = 1 if self.metric_start == "first" else int(self.metric_start)
         return max(gamma, 1 / (t + 1)) if t < first else gamma
 
-    def _directions(self) -> Iterator[tuple[nn.Parameter, Tensor]]:
+    def _descend_(self, block: DiagonalBlock) -> bool:
+        """Solve and step at once, where a kernel can (:mod:`quasidiag.kernels`)."""
+        group, total = self._group[block.home], self._collector.total
+        gradients = [local(p.grad) for p in block.parameters if p.grad is not None]
+        one_group = all(self._group[p] is group for p in block.parameters)
+        summed = self.criterion is None and self.loss_reduction == "sum"
+        if len(gradients) < len(block.parameters) or not one_group or isinstance(total, Tensor):
+            return False
+        lr, decay, eps = group["lr"], group["weight_decay"], group["eps"]
+        if isinstance(lr, Tensor) and decay:
+            return False
+        if group["momentum"]:
+            for p in block.parameters:
+                if "momentum" not in self.state[p]:
+                    dtype = torch.promote_types(p.dtype, torch.float32)
+                    self.state[p]["momentum"] = torch.zeros_like(p, dtype=dtype)
+        rule = Rule(
+            lr=lr,
+            decay=1 - lr * decay if decay else 1.0,
+            momentum=group["momentum"],
+            eps=eps,
+            floor=eps if group["floor"] is None else group["floor"],
+            scale=(-1.0 if group["maximize"] else 1.0) / (total if summed else 1),
+        )
+        rows, state = rows_of(block, self.state)
+        return rows.descend_(state, gradients, rule)
+
+    def _directions(
+        self, without: Collection[DiagonalBlock] = ()
+    ) -> Iterator[tuple[nn.Parameter, Tensor]]:
         """The Riemannian gradient of every parameter that has one."""
         for block in self._blocks:
-            if all(p.grad is None for p in block.parameters):
+            if block in without or all(p.grad is None for p in block.parameters):
                 continue
             group = self._group[block.home]
-            gradients = [self._gradient(p) for p in block.parameters]
-            solved = block.solve(self.state, gradients, group["eps"], group["floor"])
-            yield from ((p, w) for p, w in zip(block.parameters, solved) if p.grad is not None)
+            gradients = [local(self._gradient(p)) for p in block.parameters]
+            rows, state = rows_of(block, self.state)
+            solved = rows.solve(state, gradients, group["eps"], group["floor"])
+            for p, w in zip(block.parameters, solved):
+                if p.grad is not None:
+                    yield p, like(w, p)
         if self.criterion is not None:
             for p, fisher in self.criterion.parameter_fisher().items():
                 if p in self._group and p.grad is not None:
@@ -316,7 +447,7 @@ class Riemannian(Optimizer):
         if parameter.grad is None:
             return torch.zeros_like(parameter, dtype=dtype)
         gradient = parameter.grad.to(dtype)
-        if self.criterion is None and self._collector.loss_reduction == "sum":
+        if self.criterion is None and self.loss_reduction == "sum":
             gradient = gradient / self._collector.total
         return -gradient if self._group[parameter]["maximize"] else gradient
 
@@ -348,9 +479,15 @@ class Riemannian(Optimizer):
 
     def _forget(self) -> None:
         """No reference to the batch survives the step."""
+        self._sums.clear()
         self._collector.clear()
-        self.steps += 1
-        self._collector.probe.enabled = self.steps % self.metric_every == 0
+        self._count(self.steps + 1)
+
+    def _count(self, steps: int) -> None:
+        # In the param group too, because torch.distributed.checkpoint saves nothing else.
+        self.steps = self.param_groups[0]["steps"] = steps
+        self._collector.schedule(steps % self.metric_every == 0)
+        self._collector.next_step(steps)
 
     def _name(self, parameter: Tensor) -> str:
         names = [*self.model.named_parameters()]
@@ -363,6 +500,7 @@ class Riemannian(Optimizer):
         generator = self._collector.generator
         return {
             **super().state_dict(),
+            "version": VERSION,
             "steps": self.steps,
             "generator": None if generator is None else generator.get_state(),
         }
@@ -370,6 +508,7 @@ class Riemannian(Optimizer):
     @torch.no_grad()
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """As ``torch.optim``; the metric keeps its own precision whatever the parameters' is."""
+        validate.loadable(state_dict, VERSION)
         plain = {key: state_dict[key] for key in ("state", "param_groups")}
         super().load_state_dict(plain)
         parameters = [p for group in self.param_groups for p in group["params"]]
@@ -378,15 +517,43 @@ class Riemannian(Optimizer):
             for key, value in state_dict["state"].get(index, {}).items():
                 if isinstance(value, Tensor):
                     self.state[parameter][key] = value.to(parameter.device, copy=True)
-        self.steps = state_dict.get("steps", 0)
-        self._collector.probe.enabled = self.steps % self.metric_every == 0
+        self._count(state_dict.get("steps", self.param_groups[0].get("steps", 0)))
         self._group = {p: group for group in self.param_groups for p in group["params"]}
+        self._complete()
+        self._restart()
         if state_dict.get("generator") is not None:
-            generator = self._collector._generator(parameters[0].device)
-            generator.set_state(state_dict["generator"].cpu())
+            self._collector.set_generator(state_dict["generator"], parameters[0].device)
+
+    def _complete(self) -> None:
+        """Fill in what an older version did not save."""
+        for block in self._blocks:
+            rows, state = rows_of(block, self.state)
+            kept = state[rows.home] if self.state.get(block.home) else {}
+            if any(key in kept for key in SUMS):
+                kept.setdefault("updates", 1)
+            if "m0i" in kept and "shift" not in kept and block.adapter.shiftable:
+                kept["shift"] = kept["m0i"].new_zeros(kept["m0i"].shape[1:])
+
+    def __getstate__(self) -> dict[str, Any]:
+        """For ``deepcopy`` and ``pickle``: everything but the hooks, which :meth:`__setstate__` attaches again."""
+        generator = self._collector.generator
+        public = {k: v for k, v in self.__dict__.items() if k[0] != "_" and k != "step"}
+        place = None if generator is None else (generator.get_state(), str(generator.device))
+        return {**public, "generator": place}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        place = state.pop("generator", None)
+        super().__setstate__(state)
+        for group in self.param_groups:
+            for name, value in self.defaults.items():
+                group.setdefault(name, value)
+        if "model" in state:  # torch's load_state_dict comes by here as well
+            self._attach()
+            if place is not None:
+                self._collector.set_generator(*place)
 
 
-def _everything(model: nn.Module, criterion: nn.Module | None) -> Groups:
+def _everything(model: nn.Module, criterion: nn.Module | None) -> list[dict[str, Any]]:
     parameters = [p for p in model.parameters() if p.requires_grad]
     if not parameters:
         raise ValueError(f"{type(model).__name__} has no parameter to train")
@@ -394,23 +561,3 @@ def _everything(model: nn.Module, criterion: nn.Module | None) -> Groups:
         known = set(parameters)
         parameters += [p for p in criterion.parameters() if p.requires_grad and p not in known]
     return [{"params": parameters}]
-
-
-def _one_of(name: str, value: object, choices: tuple[str, ...]) -> None:
-    if value not in choices:
-        raise ValueError(f"{name} must be one of {', '.join(map(repr, choices))}, not {value!r}")
-
-
-def _whole(name: str, value: int) -> None:
-    if not isinstance(value, int) or isinstance(value, bool) or value < 1:
-        raise ValueError(f"{name} must be a whole number of at least 1, not {value!r}")
-
-
-def _check_number(name: str, value: float | Tensor | None) -> None:
-    if value is None and name == "floor":
-        return
-    number = float(value)  # type: ignore[arg-type]
-    limit = 1.0 if name in ("gamma", "momentum") else math.inf
-    if not (math.isfinite(number) and 0 <= number <= limit):
-        bound = "between 0 and 1" if limit == 1.0 else "finite and not negative"
-        raise ValueError(f"{name} must be {bound}, not {value!r}")

@@ -86,11 +86,11 @@ def test_diagonal(eps: float, floor: float) -> None:
     v, theta, buffer = torch.randn(3, 200, 99).unbind()
     rule = Rule(lr=0.3, decay=0.5, momentum=0.9, eps=eps, floor=floor)
     w = torch.empty_like(m)
-    assert native.diagonal(m, v, rule, w=w)
+    assert native.diagonal([m], [v], rule, w=[w])
     want = reductions.diagonal(m.double(), v.double(), eps=eps, floor=floor)
     assert (w - want).norm() <= 1e-6 * want.norm()
     expected = 0.5 * theta - 0.3 * (0.9 * buffer + w)
-    assert native.diagonal(m, v, rule, buffer=buffer, theta=theta)
+    assert native.diagonal([m], [v], rule, buffers=[buffer], thetas=[theta])
     torch.testing.assert_close(theta, expected, rtol=1e-5, atol=1e-5 * expected.abs().max())
 
 

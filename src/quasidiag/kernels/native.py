@@ -17,6 +17,7 @@ import platform
 import shutil
 import subprocess
 import tempfile
+from collections.abc import Sequence
 from pathlib import Path
 
 import torch
@@ -102,9 +103,9 @@ def quasi_diagonal(
     shift: Tensor | None,
     rule: Rule,
     *,
-    w: tuple[Tensor, Tensor] | None = None,
-    buffers: tuple[Tensor, Tensor] | None = None,
-    thetas: tuple[Tensor, Tensor] | None = None,
+    w: Sequence[Tensor] | None = None,
+    buffers: Sequence[Tensor] | None = None,
+    thetas: Sequence[Tensor] | None = None,
 ) -> bool:
     """Solve (``reductions.quasi_diagonal``) and, with what is given, write ``w``, follow momentum and step."""
     groups = [pair or (None, None) for pair in (w, buffers, thetas)]
@@ -118,31 +119,36 @@ def quasi_diagonal(
         *(ctypes.c_int64(rows), ctypes.c_int64(n)),
         *map(_pointer, (m00, m0i, mii, v0, vi, point)),
         ctypes.c_int(shift is not None),
-        ctypes.byref(_Rule(*rule)),
+        ctypes.byref(_rule(rule)),
         *map(_pointer, outputs),
     )
     return True
 
 
 def diagonal(
-    m: Tensor,
-    v: Tensor,
+    moments: Sequence[Tensor],
+    gradients: Sequence[Tensor],
     rule: Rule,
     *,
-    w: Tensor | None = None,
-    buffer: Tensor | None = None,
-    theta: Tensor | None = None,
+    w: Sequence[Tensor] | None = None,
+    buffers: Sequence[Tensor] | None = None,
+    thetas: Sequence[Tensor] | None = None,
 ) -> bool:
-    """The same for the diagonal reduction (``reductions.diagonal``)."""
-    if not usable(m.numel(), m, v, w, buffer, theta):
+    """The same for the diagonal reduction (``reductions.diagonal``) of several parameters."""
+    none = [None] * len(moments)
+    lists: list[Sequence[Tensor | None]] = [moments, gradients, w or none, buffers or none]
+    lists.append(thetas or none)
+    if not usable(sum(m.numel() for m in moments), *(t for tensors in lists for t in tensors)):
         return False
-    _call(
-        "qd_diagonal",
-        ctypes.c_int64(m.numel()),
-        *map(_pointer, (m, v)),
-        ctypes.byref(_Rule(*rule)),
-        *map(_pointer, (w, buffer, theta)),
-    )
+    for m, v, *outputs in zip(*lists):
+        assert m is not None and v is not None
+        _call(
+            "qd_diagonal",
+            ctypes.c_int64(m.numel()),
+            *map(_pointer, (m, v)),
+            ctypes.byref(_rule(rule)),
+            *map(_pointer, outputs),
+        )
     return True
 
 
@@ -175,6 +181,10 @@ def centre(a: Tensor, shift: Tensor | None) -> tuple[Tensor, Tensor] | None:
         *map(_pointer, (a, shift, centred, squared)),
     )
     return (a if centred is None else centred), squared
+
+
+def _rule(rule: Rule) -> _Rule:
+    return _Rule(*map(float, rule))
 
 
 def _pointer(tensor: Tensor | None) -> ctypes.c_void_p:
