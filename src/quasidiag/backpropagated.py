@@ -49,6 +49,17 @@ def weights(
     return found[::-1]
 
 
+def reached(output: Tensor, uses: list[Use]) -> list[Use]:
+    """Those of ``uses`` that ``output`` depends on."""
+    nodes, waiting = set(), [output.grad_fn]
+    while waiting:
+        node = waiting.pop()
+        if node is not None and node not in nodes:
+            nodes.add(node)
+            waiting += [below for below, _ in node.next_functions]
+    return [use for use in uses if use.edge.node in nodes]
+
+
 def slope(above: GradientEdge, below: GradientEdge, like: Tensor, shape: torch.Size) -> Tensor:
     """The derivative of ``above`` with respect to ``below``, where one is an elementwise function of the other."""
     if above == below:

@@ -1,0 +1,173 @@
+"""Bad input, told by name and before anything has changed."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from quasidiag.outputs import OutputModel
+
+#: What to use in the place of the usual losses.
+INSTEAD = {
+    nn.CrossEntropyLoss: "qd.Categorical()",
+    nn.MSELoss: "qd.Gaussian()",
+    nn.GaussianNLLLoss: "qd.LearnedGaussian(n)",
+    nn.BCEWithLogitsLoss: "qd.Bernoulli()",
+}
+
+
+def one_of(name: str, value: object, choices: Iterable[str]) -> None:
+    """``value`` is one of ``choices``."""
+    if value not in (choices := tuple(choices)):
+        raise ValueError(f"{name} must be one of {', '.join(map(repr, choices))}, not {value!r}")
+
+
+def whole(name: str, value: object) -> None:
+    """``value`` is a whole number of at least 1."""
+    if not isinstance(value, int) or isinstance(value, bool) or value < 1:
+        raise ValueError(f"{name} must be a whole number of at least 1, not {value!r}")
+
+
+def number(name: str, value: Any) -> None:
+    """``value`` is what a param group may have under ``name``."""
+    if value is None and name == "floor":
+        return
+    try:
+        given = float(value)
+    except (TypeError, ValueError) as error:
+        raise TypeError(f"{name} must be a number, not {value!r}") from error
+    limit = 1.0 if name in ("gamma", "momentum") else math.inf
+    if not (math.isfinite(given) and 0 <= given <= limit):
+        bound = "between 0 and 1" if limit == 1.0 else "finite and not negative"
+        raise ValueError(f"{name} must be {bound}, not {value!r}")
+
+
+def criterion(given: object, metric: str, loss_reduction: str) -> None:
+    """The criterion is an output model, and there is one where the metric needs it."""
+    if isinstance(given, OutputModel):
+        if loss_reduction != "mean":
+            raise ValueError(
+                f"loss_reduction={loss_reduction!r} is for losses that quasidiag does not know: {type(given).__name__} "
+                "is a mean over the batch, and loss_reduction must be left out"
+            )
+        return
+    if given is None and metric == "outer-product":
+        return
+    if given is None:
+        raise ValueError(
+            f"the {metric} metric needs to know what the output means: pass the criterion, such as qd.Categorical(), "
+            "that also computes your loss"
+        )
+    name = given.__name__ if isinstance(given, type) else type(given).__name__
+    better = next((new for old, new in INSTEAD.items() if isinstance(given, old)), None)
+    advice = f"use {better}" if better else "use one such as qd.Categorical()"
+    if isinstance(given, type) and issubclass(given, OutputModel):
+        advice = f"pass an instance, {name}()"
+    if metric == "outer-product":
+        advice += ", or leave it out: the outer product metric takes any loss that is a mean over the batch"
+    raise TypeError(
+        f"the criterion must be an output model, which knows the distribution behind the loss, and {name} is not: "
+        f"{advice}"
+    )
+
+
+def trainable(parameters: Iterable[Tensor], name: Any) -> None:
+    """The parameters are of a kind that can be trained; ``name`` tells what they are called."""
+    for parameter in parameters:
+        if isinstance(parameter, nn.UninitializedParameter):
+            raise ValueError(
+                f"{name(parameter)} has no shape yet: run one batch through the model before making the optimizer"
+            )
+        if parameter.is_complex():
+            raise TypeError(
+                f"{name(parameter)} is complex, and quasidiag trains real parameters only: keep its real and imaginary "
+                "parts apart (torch.view_as_real)"
+            )
+        if not parameter.is_floating_point():
+            raise TypeError(f"{name(parameter)} is of {parameter.dtype}, which cannot be trained")
+
+
+def one_device(block: Any) -> None:
+    """The parameters of a block lie on one device."""
+    devices = {str(p.device) for p in block.parameters}
+    if len(devices) > 1:
+        raise ValueError(
+            f"the weight and the bias of {block.name} are on different devices ({', '.join(sorted(devices))}): a unit's "
+            "block must be on one"
+        )
+
+
+def gradients(pairs: Iterable[tuple[Tensor, Tensor]], name: Any) -> None:
+    """The gradients are dense and real, and where their parameters are."""
+    for parameter, gradient in pairs:
+        if gradient.is_sparse or gradient.is_complex():
+            kind = "sparse" if gradient.is_sparse else "complex"
+            raise TypeError(f"{name(parameter)} has a {kind} gradient: make it dense and real")
+        if gradient.device != parameter.device:
+            raise ValueError(
+                f"{name(parameter)} is on {parameter.device} and its gradient on {gradient.device}"
+            )
+
+
+def state_device(block: Any, state: dict[str, Any]) -> None:
+    """A block's metric lies where its parameters are."""
+    for value in state.values():
+        if isinstance(value, Tensor) and value.device != block.home.device and value.dim():
+            raise ValueError(
+                f"{block.name} is on {block.home.device} and its metric on {value.device}: move the model before making "
+                "the optimizer, or make a new one and give it this one's state_dict()"
+            )
+
+
+class Structure:
+    """Which layer and parameter sits where in a model, to notice if that changes."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self._places = [
+            (f"{name}.{key}".lstrip("."), table, key, held)
+            for name, module in model.named_modules()
+            for table in (module._modules, module._parameters)
+            for key, held in table.items()
+        ]
+
+    def check(self, trained: Any) -> None:
+        """Raise if a layer was replaced, or a parameter of ``trained`` re-assigned."""
+        for name, table, key, held in self._places:
+            now = table.get(key)
+            if now is held:
+                continue
+            if isinstance(held, Tensor) and held not in trained:
+                continue
+            if isinstance(held, nn.Module) and not any(p in trained for p in held.parameters()):
+                continue
+            raise RuntimeError(
+                f"{name} is not the {type(held).__name__} that the optimizer was made for: the model was changed since. "
+                "Make a new optimizer after changing a model (its load_state_dict takes what still fits)"
+            )
+
+
+def loadable(state_dict: Any, version: int) -> None:
+    """A ``state_dict`` is one of ours, and not from the future."""
+    if not isinstance(state_dict, dict) or not {"state", "param_groups"} <= set(state_dict):
+        raise ValueError("this is not the state_dict() of an optimizer")
+    made_by = state_dict.get("version", 0)
+    if made_by > version:
+        raise ValueError(
+            f"this state_dict() is of version {made_by}, from a newer quasidiag; this one reads up to {version}"
+        )
+    keys = {key for kept in state_dict["state"].values() for key in kept}
+    if "exp_avg" in keys or "momentum_buffer" in keys:
+        raise ValueError("this state_dict() is another optimizer's: it holds no metric")
+
+
+def finite(tensors: Iterable[Tensor]) -> bool:
+    """Whether all of ``tensors`` (0-dimensional) are finite; one look at the device for all."""
+    found = [x.detach().float() for x in tensors]
+    if not found:
+        return True
+    device = found[0].device
+    return bool(torch.stack([x.to(device) for x in found]).isfinite().all())
