@@ -157,7 +157,7 @@ class QuasiDiagonalBlock(DiagonalBlock):
         m00, m0i, mii = self._moment_rows(state)
         shift = state[self.weight].get("shift")
         w0, wi = reductions.quasi_diagonal(m00, m0i, mii, v0, vi, eps=eps, floor=floor, shift=shift)
-        return [w0, self.adapter.unrows(self.module, wi, self.weight.shape)]
+        return [w0.view_as(self.bias), self.adapter.unrows(self.module, wi, self.weight.shape)]
 
     def _fused(
         self, state: State, gradients: Tensors, rule: Rule, **outputs: Tensors | None
@@ -174,14 +174,14 @@ class QuasiDiagonalBlock(DiagonalBlock):
         m00, m0i, mii = self.kept(state)
         assert m00 is not None and m0i is not None and mii is not None
         return (
-            m00,
+            m00.reshape(-1),
             self.adapter.rows(self.module, m0i),
             self.adapter.rows(self.module, mii),
         )
 
     def _rows(self, pair: Tensors) -> tuple[Tensor, Tensor]:
         """A bias and a weight (or two tensors of their shapes), the weight as ``[units, inputs]``."""
-        return pair[0], self.adapter.rows(self.module, pair[1])
+        return pair[0].reshape(-1), self.adapter.rows(self.module, pair[1])
 
 
 class UnitwiseBlock(DiagonalBlock):
@@ -206,10 +206,7 @@ class UnitwiseBlock(DiagonalBlock):
     def accumulate_(
         self, state: State, module: nn.Module, a: Tensor, w: Tensor, keep: float, gain: float
     ) -> None:
-        inputs, units = (x.flatten(0, 1) for x in _adapter(module).patches(module, _cast(a, w), w))
-        if self.bias is not None:
-            inputs = torch.cat([torch.ones_like(inputs[..., :1]), inputs], dim=-1)
-        block = torch.einsum("ngu,ngi,ngj->guij", units, inputs, inputs).flatten(0, 1)
+        block = _adapter(module).full_block(module, _cast(a, w), w, self.bias is not None)
         state[self.weight]["block"].mul_(keep).add_(block, alpha=gain)
 
     def tidy_(self, state: State) -> None:

@@ -74,6 +74,13 @@ class Adapter:
         """Whether :meth:`patches` is there."""
         return type(self).patches is not Adapter.patches
 
+    def full_block(self, module: nn.Module, a: Tensor, w: Tensor, bias: bool) -> Tensor:
+        r""":math:`\sum w\, \tilde a \tilde a^⊤` of every unit, ``[units, n, n]``; with a ``bias``, it comes first."""
+        inputs, units = (x.flatten(0, 1) for x in self.patches(module, a, w))
+        if bias:
+            inputs = torch.cat([torch.ones_like(inputs[..., :1]), inputs], dim=-1)
+        return torch.einsum("ngu,ngi,ngj->guij", units, inputs, inputs).flatten(0, 1)
+
     def accumulate_(
         self, module: nn.Module, into: Moments, a: Tensor, w: Tensor, keep: float, gain: float
     ) -> None:

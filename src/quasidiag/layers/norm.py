@@ -10,7 +10,6 @@ from __future__ import annotations
 
 from typing import Any
 
-import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
@@ -32,10 +31,7 @@ class NormAdapter(Adapter):
         raise NotImplementedError
 
     def rows(self, module: nn.Module, weight: Tensor) -> Tensor:
-        return weight.unsqueeze(-1)
-
-    def unrows(self, module: nn.Module, rows: Tensor, shape: torch.Size) -> Tensor:
-        return rows.view(shape)
+        return weight.reshape(-1, 1)
 
     def weight_grad(self, module: nn.Module, a: Tensor, g: Tensor) -> Tensor:
         x = self.channels(module, self.normalise(module, a))

@@ -1,0 +1,172 @@
+"""Which parameters of a model form the blocks of units, and whose calls feed them.
+
+A weight and its bias make a block. Parameters that several layers share belong to one block, fed by all of them; a
+bias row needs one weight and one bias that always occur together, so where layers agree on the one but not on the other,
+each parameter gets a diagonal block of its own.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import NamedTuple
+
+from torch import Size, Tensor, nn
+
+from quasidiag.blocks import REDUCTIONS, DiagonalBlock, QuasiDiagonalBlock, UnitwiseBlock
+from quasidiag.layers.base import Adapter, adapter_of
+from quasidiag.layers.composite import Composite
+from quasidiag.sharing import BiasView, ReducedView, SampleView, reducible
+
+
+class Layer(NamedTuple):
+    """A layer, or a part of a composite one, with the parameters of it that are trained."""
+
+    name: str
+    module: nn.Module
+    adapter: Adapter
+    weight: nn.Parameter | None
+    bias: nn.Parameter | None
+
+    @property
+    def parameters(self) -> list[nn.Parameter]:
+        return [p for p in (self.bias, self.weight) if p is not None]
+
+
+class Units(NamedTuple):
+    """The blocks of a model and how they are fed."""
+
+    blocks: list[DiagonalBlock]
+    #: The layers to watch.
+    watched: dict[nn.Module, Adapter]
+    #: Of each composite layer, the dense layers inside.
+    parts: dict[nn.Module, dict[str, nn.Module]]
+    #: Under which keys the calls of a layer (or part) are recorded.
+    keys: dict[nn.Module, list[nn.Module]]
+    #: The block of every key, and of every layer that has one.
+    owner: dict[nn.Module, DiagonalBlock]
+
+
+class _Unshifted(Adapter):
+    """Of an adapter, what a block needs to solve: gradients of samples are not measured from a shifted input."""
+
+    def __init__(self, inner: Adapter) -> None:
+        self.inner = inner
+
+    def rows(self, module: nn.Module, weight: Tensor) -> Tensor:
+        return self.inner.rows(module, weight)
+
+    def unrows(self, module: nn.Module, rows: Tensor, shape: Size) -> Tensor:
+        return self.inner.unrows(module, rows, shape)
+
+
+def find_units(
+    model: nn.Module, trained: Iterable[Tensor], reduction: str, sharing: str = "expand"
+) -> Units:
+    """The units of a model; what is in no block follows the diagonal rule of :class:`quasidiag.AdaGrad`."""
+    units = Units([], {}, {}, {}, {})
+    layers = list(_layers(model, set(trained), units))
+    for group in _sharing_parameters(layers):
+        first = group[0]
+        if sharing == "reduce" and not all(reducible(layer.adapter) for layer in group):
+            raise ValueError(
+                f"sharing='reduce' needs Adapter.patches, which {type(first.adapter).__name__} for {first.name} "
+                f"({type(first.module).__name__}) does not have: use sharing='expand' or 'exact'"
+            )
+        if len({(x.weight, x.bias, type(x.adapter)) for x in group}) == 1:
+            block = _block(first, reduction, sharing)
+            _add(units, block, group, sharing)
+            continue
+        for weight in _unique(x.weight for x in group):
+            users = [x for x in group if x.weight is weight]
+            only = users[0]._replace(weight=weight, bias=None)
+            _add(units, _block(only, "diagonal", sharing), users, sharing)
+        for bias in _unique(x.bias for x in group):
+            users = [x for x in group if x.bias is bias]
+            only = users[0]._replace(weight=None, bias=bias)
+            _add(units, _block(only, "diagonal", sharing), users, sharing, bias_only=True)
+    return units
+
+
+def _layers(model: nn.Module, wanted: set[Tensor], units: Units) -> Iterable[Layer]:
+    inside: set[nn.Module] = set()
+    for name, module in model.named_modules():
+        adapter = adapter_of(module)
+        if adapter is None or module in inside:
+            continue
+        parts: dict[str, nn.Module] = {"": module}
+        if isinstance(adapter, Composite):
+            parts = adapter.parts(module)
+            inside |= set(parts.values())
+        found = []
+        for part_name, part in parts.items():
+            own = adapter_of(part)
+            assert own is not None
+            weight, bias = _own(part, own.weight, wanted), _own(part, own.bias, wanted)
+            if weight is not None or bias is not None:
+                label = ".".join(filter(None, (name, part_name))) or type(module).__name__
+                found.append(Layer(label, part, own, weight, bias))
+        if found:
+            units.watched[module] = adapter
+            if isinstance(adapter, Composite):
+                units.parts[module] = parts
+        yield from found
+
+
+def _own(module: nn.Module, name: str | None, wanted: set[Tensor]) -> nn.Parameter | None:
+    parameter = getattr(module, name, None) if name else None
+    return parameter if isinstance(parameter, nn.Parameter) and parameter in wanted else None
+
+
+def _sharing_parameters(layers: list[Layer]) -> list[list[Layer]]:
+    """The layers in groups, such that no two groups have a parameter in common."""
+    group_of: dict[Tensor, list[Layer]] = {}
+    groups: list[list[Layer]] = []
+    for layer in layers:
+        joined = [layer]
+        for group in _unique(group_of.get(p) for p in layer.parameters):
+            groups = [g for g in groups if g is not group]
+            joined = [*group, *joined]
+        groups.append(joined)
+        for member in joined:
+            for p in member.parameters:
+                group_of[p] = joined
+    return groups
+
+
+def _unique(things: Iterable) -> list:  # type: ignore[type-arg]
+    """Those that are not ``None``, each once, by identity."""
+    return list({id(x): x for x in things if x is not None}.values())
+
+
+def _block(layer: Layer, reduction: str, sharing: str) -> DiagonalBlock:
+    kind = REDUCTIONS[reduction]
+    adapter = layer.adapter
+    if kind is UnitwiseBlock and not adapter.full:
+        kind = QuasiDiagonalBlock
+    if layer.weight is None or (layer.bias is None and kind is QuasiDiagonalBlock):
+        kind = DiagonalBlock
+    if kind is UnitwiseBlock and not adapter.has_patches and sharing != "exact":
+        raise ValueError(
+            f"the unitwise reduction needs Adapter.patches, which {type(adapter).__name__} for {layer.name} "
+            f"({type(layer.module).__name__}) does not have: use reduction='quasi-diagonal'"
+        )
+    solver = _Unshifted(adapter) if sharing == "exact" else adapter
+    return kind(layer.name, layer.module, solver, layer.weight, layer.bias)
+
+
+def _add(
+    units: Units, block: DiagonalBlock, users: list[Layer], sharing: str, bias_only: bool = False
+) -> None:
+    units.blocks.append(block)
+    samples = SampleView(block.module)
+    for module in _unique(user.module for user in users):
+        key = module
+        if sharing == "reduce":
+            key = ReducedView(key)
+        if sharing == "exact":
+            key = samples
+        elif bias_only:
+            key = BiasView(key)
+        units.keys.setdefault(module, []).append(key)
+        units.owner[key] = block
+        units.owner.setdefault(module, block)
