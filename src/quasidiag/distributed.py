@@ -1,0 +1,415 @@
+r"""More than one rank: everybody's samples in one metric.
+
+The moments are sums over samples, so those of all ranks add up. :class:`Exchange` keeps each rank's sums of the minibatch
+and sends them off while the backward pass still runs, as DDP does with gradients: a layer's moments are complete when
+its weight's gradient is, and leave in buckets of a few megabytes. Where parameters are whole (DDP) it is an all-reduce;
+where ``fully_shard`` has cut them into rows, a reduce-scatter that brings every rank the moments of its own units.
+
+With *N* ranks and *B* samples each, the result is that of one rank with *N·B* samples.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import itertools
+import math
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from quasidiag.blocks import DiagonalBlock, State
+from quasidiag.probe import Hook
+from quasidiag.sharding import check_model, is_sharded, local, rows_of
+
+Room = dict[Tensor, dict[str, Any]]
+
+#: The entries of the state that are sums over samples.
+SUMS = ("m00", "m0i", "mii", "block")
+#: A bucket leaves when it has this many bytes (DDP's own default).
+BUCKET_BYTES = 25 * 2**20
+
+
+class Layout(NamedTuple):
+    """Over whom a block's moments are summed, and over whom its rows are then spread."""
+
+    shard: Any
+    replicas: Any
+    dtype: torch.dtype
+    device: torch.device
+
+    @property
+    def pieces(self) -> int:
+        return 1 if self.shard is None else dist.get_world_size(self.shard)
+
+
+class Flight(NamedTuple):
+    """A bucket under way: ``work`` brings ``result``; ``sent`` must live until then."""
+
+    blocks: list[DiagonalBlock]
+    work: Any
+    result: Tensor
+    sent: Tensor
+    layout: Layout
+
+
+class Outcome(NamedTuple):
+    """What the ranks agreed on before a step."""
+
+    bad: bool
+    #: Samples on the average rank.
+    total: float
+    seen: set[DiagonalBlock]
+
+
+def connect(
+    model: nn.Module,
+    blocks: list[DiagonalBlock],
+    owner: dict[nn.Module, DiagonalBlock],
+    state: Callable[[], State],
+    process_group: Any = "auto",
+    criterion: nn.Module | None = None,
+) -> Exchange | None:
+    """The exchange with the other ranks, or ``None`` where there are none."""
+    check_model(model, blocks)
+    group = find_group(model, process_group)
+    if group is None or dist.get_world_size(group) == 1:
+        sharded = [block.name for block in blocks if is_sharded(block.home)]
+        if sharded and process_group is None:
+            raise ValueError(f"{sharded[0]} is sharded: process_group=None makes no sense for it")
+        if not sharded:
+            return None
+    known = set(model.parameters())
+    strays = [] if criterion is None else [p for p in criterion.parameters() if p not in known]
+    return Exchange(model, blocks, owner, state, group, strays)
+
+
+def find_group(model: nn.Module, process_group: Any) -> Any:
+    """``"auto"``: the group of DDP or ``fully_shard``, or else everybody, if there is anybody."""
+    if process_group != "auto":
+        return process_group
+    if not (dist.is_available() and dist.is_initialized()):
+        return None
+    if isinstance(model, nn.parallel.DistributedDataParallel):
+        return model.process_group
+    sharded: Any = next((p for p in model.parameters() if is_sharded(p)), None)
+    if sharded is None:
+        return dist.group.WORLD
+    mesh = sharded.device_mesh
+    return mesh.get_group() if mesh.ndim == 1 else mesh._flatten().get_group()
+
+
+class Exchange:
+    """Sums the minibatch's moments over the ranks of ``group``; see the module.
+
+    Args:
+        model: the model, wrapped in ``DistributedDataParallel`` or not.
+        blocks: its blocks.
+        owner: which of them each layer feeds.
+        state: gives the optimizer's state.
+        group: the ranks that train it together.
+        strays: parameters outside the model (a criterion's own), whose gradients nobody else averages.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        blocks: list[DiagonalBlock],
+        owner: dict[nn.Module, DiagonalBlock],
+        state: Callable[[], State],
+        group: Any,
+        strays: list[nn.Parameter],
+    ) -> None:
+        self.group, self.rank = group, dist.get_rank(group)
+        self.size = dist.get_world_size(group)
+        self._blocks, self._owner, self._state, self._strays = blocks, owner, state, strays
+        self._agreed: set[DiagonalBlock] = set()
+        self._weights: list[Tensor] = []
+        self._rooms: dict[DiagonalBlock, Room] = {}
+        self._seen: set[DiagonalBlock] = set()
+        self._complete: set[DiagonalBlock] = set()
+        self._flights: list[Flight] = []
+        self._next = 0
+        self._fired = False
+        self._checked = False
+        self._late = False
+        self._layouts = {block: self._layout(block) for block in blocks}
+        self._buckets = list(self._fill())
+        self._of = {block.home: block for block in blocks}
+        self._handles: list[Any] = [
+            block.home.register_post_accumulate_grad_hook(Hook(self._arrived)) for block in blocks
+        ]
+        # What backpropagates on some ranks only makes the order of DDP's own buckets differ: then stay out of its way.
+        self._overlap = not getattr(model, "find_unused_parameters", False)
+        self._sync = True
+        if isinstance(model, nn.parallel.DistributedDataParallel):
+            self._handles.append(model.register_forward_pre_hook(Hook(self._called)))
+
+    def _layout(self, block: DiagonalBlock) -> Layout:
+        home: Any = block.home
+        dtype = torch.promote_types(home.dtype, torch.float32)
+        if not is_sharded(home):
+            return Layout(None, self.group, dtype, home.device)
+        shard, replicas = None, None
+        for i, placement in enumerate(home.placements):
+            if placement.is_replicate():
+                replicas = home.device_mesh.get_group(i)
+            else:
+                shard = home.device_mesh.get_group(i)
+        return Layout(shard, replicas, dtype, home.device)
+
+    def _fill(self) -> Iterator[list[DiagonalBlock]]:
+        """Buckets in the order in which the backward pass meets the blocks, the last layer first."""
+        bucket: list[DiagonalBlock] = []
+        size = 0
+        for block in reversed(self._blocks):
+            numbers = 2 * sum(p.numel() for p in block.parameters)
+            if bucket and (size > BUCKET_BYTES or self._layouts[block] != self._layouts[bucket[0]]):
+                yield bucket
+                bucket, size = [], 0
+            bucket.append(block)
+            size += numbers * self._layouts[block].dtype.itemsize
+        if bucket:
+            yield bucket
+
+    def _called(self, model: Any, args: Any) -> None:
+        """DDP decides in the forward pass whether this backward pass is one to synchronise."""
+        self._sync = model.require_backward_grad_sync
+
+    def started(self, block: DiagonalBlock) -> bool:
+        """Whether there is a metric yet; true of all ranks or of none."""
+        return "updates" in self._state().get(block.home, {})
+
+    def take(self, module: nn.Module, a: Tensor, w: Tensor) -> bool:
+        """Add a record's moments to this rank's sums of the minibatch, if the block has its metric already.
+
+        A block's first moments wait for the step, where the ranks agree on the point to measure them from.
+        """
+        block = self._owner[module]
+        self._seen.add(block)
+        if not self.started(block):
+            return False
+        room = self._rooms.get(block)
+        if room is None:
+            room = self._rooms[block] = self._room(block)
+        self._weights.append(w.sum())
+        block.accumulate_(room, module, a, w.to(self._layouts[block].dtype), 1.0, 1.0)
+        return True
+
+    def _room(self, block: DiagonalBlock) -> Room:
+        """Zeros for the sums of all units of a block, whoever will own them."""
+        room: Room = {}
+        for parameter in block.parameters:
+            room[parameter] = kept = {}
+            for key, value in self._state()[parameter].items():
+                if key in SUMS:
+                    kept[key] = torch.zeros(value.shape, dtype=value.dtype, device=value.device)
+                elif key == "shift":
+                    kept[key] = local(value)
+        return room
+
+    def _arrived(self, parameter: Tensor) -> None:
+        """A weight's gradient is complete: so are its block's moments. Buckets leave in order, on every rank the same."""
+        block = self._of[parameter]
+        if not self._sync or block not in self._rooms:
+            return
+        self._fired = True
+        self._complete.add(block)
+        while self._overlap and self._next < len(self._buckets):
+            bucket = self._buckets[self._next]
+            if any(self.started(b) and b not in self._complete for b in bucket):
+                break
+            self._launch(bucket)
+            self._next += 1
+
+    def end_pass(self) -> None:
+        """The backward pass is over: what did not leave yet (a layer that this rank did not use) leaves now."""
+        if self._overlap and self._fired and self._sync:
+            self._launch_rest()
+        self._fired = False
+
+    def _launch_rest(self) -> None:
+        for bucket in self._buckets[self._next :]:
+            self._launch(bucket)
+        self._next = 0
+        self._complete.clear()
+
+    def _launch(self, bucket: list[DiagonalBlock]) -> None:
+        blocks = [block for block in bucket if self.started(block)]
+        if not blocks:
+            return
+        layout = self._layouts[blocks[0]]
+        parts: list[Tensor] = []
+        for block in blocks:
+            room = self._rooms.pop(block, None) or self._room(block)
+            parts += [_cut(x, layout.pieces) for x in _sums(room)]
+        sent = torch.cat(parts, dim=1)
+        if layout.shard is None:
+            result = sent.view(-1)
+            work = dist.all_reduce(result, group=layout.replicas, async_op=True)
+        else:
+            result = torch.empty_like(sent[0])
+            work = dist.reduce_scatter_tensor(result, sent, group=layout.shard, async_op=True)
+        self._flights.append(Flight(blocks, work, result, sent, layout))
+
+    def meet(
+        self, bad: Tensor | None, total: int | float | Tensor, device: torch.device
+    ) -> Outcome:
+        """Before a step: does anybody have a bad minibatch, how many samples are there, which blocks were used."""
+        self._check(device)
+        if bad is not None and self._weights:
+            bad = bad | ~torch.stack([w.double() for w in self._weights]).isfinite().all()
+        mine = [float(block in self._seen) for block in self._blocks]
+        left = float(bool(self._rooms) or self._next > 0)
+        numbers = torch.tensor([0.0, 0.0, left, *mine], dtype=torch.float64, device=device)
+        numbers[0], numbers[1] = 0.0 if bad is None else bad, total
+        dist.all_reduce(numbers, group=self.group)
+        worst, count, late, *seen = numbers.tolist()
+        self._late = late > 0
+        self._agreed = set(itertools.compress(self._blocks, seen))
+        return Outcome(worst > 0, count / self.size, self._agreed)
+
+    def _check(self, device: torch.device) -> None:
+        """Once: do we train the same model?"""
+        if self._checked:
+            return
+        size = sum(p.numel() for block in self._blocks for p in block.parameters)
+        pair = torch.tensor([len(self._blocks), size], dtype=torch.float64, device=device)
+        extremes = torch.cat([pair, -pair])
+        dist.all_reduce(extremes, dist.ReduceOp.MAX, group=self.group)
+        if not torch.equal(extremes[:2], -extremes[2:]):
+            raise RuntimeError(
+                "the ranks do not train the same model: pass process_group=None for models that have nothing to do with "
+                "each other, or the group of the ranks that share one"
+            )
+        self._checked = True
+
+    def update(
+        self,
+        records: Sequence[tuple[nn.Module, Tensor, Tensor]],
+        factor: float | Tensor,
+        gamma: Callable[[DiagonalBlock], float],
+        identity: bool,
+    ) -> None:
+        r""":math:`M ← (1-γ) M + γ · \text{factor} · M_b`, with :math:`M_b` the mean over ranks, for this rank's rows."""
+        seen = self._agreed
+        new = [block for block in self._blocks if block in seen and not self.started(block)]
+        first = {self._owner[module]: a for module, a, _ in reversed(records)}
+        for block, a in zip(new, self._centres(new, first)):
+            rows, state = rows_of(block, self._state())
+            rows.start(state, a, self._layouts[block].dtype, identity)
+        for record in records:
+            self.take(*record)
+        if self._next:
+            self._launch_rest()
+        if new or self._late:
+            self._launch_rest()
+        for block, sums in self._land().items():
+            if block not in seen:
+                continue
+            weight = gamma(block)
+            rows, state = rows_of(block, self._state())
+            for kept, fresh in zip(_sums({p: state[p] for p in rows.parameters}), sums):
+                kept.mul_(1.0 - weight).add_(fresh * (factor / self.size), alpha=weight)
+            rows.finish_update(state)
+
+    def _centres(
+        self, new: list[DiagonalBlock], first: dict[DiagonalBlock, Tensor]
+    ) -> Iterator[Tensor]:
+        """For each new block an activity ``[1, inputs]``: the mean of all ranks' first minibatches."""
+        sums: list[Tensor] = []
+        for block in new:
+            assert block.weight is not None or not block.adapter.shiftable
+            inputs = block.weight.shape[-1] if block.adapter.shiftable else 0  # type: ignore[union-attr]
+            total = torch.zeros(inputs + 1, dtype=torch.float64, device=block.home.device)
+            if inputs and block in first:
+                a = first[block].flatten(0, -2)
+                total[:-1], total[-1] = a.sum(0, dtype=torch.float64), a.shape[0]
+            sums.append(total)
+        if sums:
+            flat = torch.cat(sums)
+            dist.all_reduce(flat, group=self.group)
+            sums = list(flat.split([len(x) for x in sums]))
+        return ((x[:-1] / x[-1].clamp_min(1.0)).unsqueeze(0) for x in sums)
+
+    def _land(self) -> dict[DiagonalBlock, list[Tensor]]:
+        """Wait for all that is under way: each block's sums over the ranks, of this rank's rows."""
+        landed: dict[DiagonalBlock, list[Tensor]] = {}
+        for blocks, work, result, _, layout in self._flights:
+            work.wait()
+            if layout.shard is not None and layout.replicas is not None:
+                dist.all_reduce(result, group=layout.replicas)
+            at = 0
+            for block in blocks:
+                rows, state = rows_of(block, self._state())
+                found: list[Tensor] = []
+                for parameter, part in zip(block.parameters, rows.parameters):
+                    for kept in _sums({part: state[part]}):
+                        found.append(result[at : at + kept.numel()].view(kept.shape))
+                        at += -(-parameter.shape[0] // layout.pieces) * math.prod(kept.shape[1:])
+                if block in landed:
+                    found = [x + y for x, y in zip(found, landed[block])]
+                landed[block] = found
+        self._flights.clear()
+        return landed
+
+    def average_strays_(self) -> None:
+        """The mean over ranks of the gradients that nobody else synchronises."""
+        for parameter in self._strays:
+            if parameter.grad is not None:
+                dist.all_reduce(parameter.grad, group=self.group)
+                parameter.grad.div_(self.size)
+
+    def seed(self, seed: int, step: int) -> int:
+        """Of this rank's draws in this step: nobody else's, and known again when the job resumes."""
+        digest = hashlib.blake2b(repr((seed, step, self.rank)).encode(), digest_size=7).digest()
+        return int.from_bytes(digest, "big")
+
+    def clear(self) -> None:
+        """Let go of the minibatch."""
+        for flight in self._flights:
+            flight.work.wait()
+        self._flights.clear()
+        self._rooms.clear()
+        self._weights.clear()
+        self._seen.clear()
+        self._complete.clear()
+        self._next, self._fired, self._late = 0, False, False
+
+    def close(self) -> None:
+        """Leave no hook behind."""
+        self.clear()
+        for handle in self._handles:
+            handle.remove()
+        self._handles.clear()
+
+
+def share(samples: int, group: Any = None) -> float:
+    r"""This rank's part of the samples, times the number of ranks: :math:`n_r N / \sum_r n_r`.
+
+    DDP and ``fully_shard`` average the ranks' gradients whatever their batch sizes. Where those differ, multiply the loss
+    of each rank by its share, and the average is that of all samples.
+    """
+    if not (dist.is_available() and dist.is_initialized()):
+        return 1.0
+    backend = dist.get_backend(group)
+    device = torch.device("cuda" if backend == "nccl" else "cpu")
+    total = torch.tensor(float(samples), dtype=torch.float64, device=device)
+    dist.all_reduce(total, group=group)
+    return samples * dist.get_world_size(group) / float(total)
+
+
+def _sums(room: Any) -> list[Tensor]:
+    return [kept[key] for kept in room.values() for key in SUMS if key in kept]
+
+
+def _cut(x: Tensor, pieces: int) -> Tensor:
+    """``[pieces, ...]``: the rows as ``torch.chunk`` deals them out, each piece padded to the size of the first."""
+    rows = -(-x.shape[0] // pieces)
+    flat = x.flatten(1) if x.dim() > 1 else x.unsqueeze(1)
+    padding = rows * pieces - x.shape[0]
+    if padding:
+        flat = torch.cat([flat, flat.new_zeros(padding, flat.shape[1])])
+    return flat.reshape(pieces, -1)
