@@ -184,12 +184,12 @@ def diagonal_diverges(evidence: Evidence) -> Iterator[Check]:
         line = evidence.find(task, name)
         above = [] if line is None else [lr for lr in line.steps if lr > 1.5e-5]
         if line is None or not above:
-            yield Check(name, "no runs above 1e-5", None)
+            yield Check(name, "no runs above 10⁻⁵", None)
             continue
         stable = [lr for lr in above if not all(run.diverged for run in line.at(lr))]
         measured = f"{len(above) - len(stable)} of {len(above)} step sizes diverged"
         if stable:
-            measured += "; trained at " + ", ".join(f"{lr:.0e}" for lr in stable)
+            measured += "; trained at " + ", ".join(f"{lr:g}" for lr in stable)
         yield Check(name, measured, not stable)
 
 
@@ -268,7 +268,7 @@ def inversion(evidence: Evidence) -> Iterator[Check]:
             yield Check(label, "no runs", None)
             continue
         factors = {lr: apart(given.at(lr), inverted.at(lr)) for lr in shared if inverted.at(lr)}
-        measured = ", ".join(f"a factor {factors[lr]:.3g} at {lr:.0e}" for lr in factors)
+        measured = ", ".join(f"a factor {factors[lr]:.3g} at {lr:g}" for lr in factors)
         same = [factor <= SAME for factor in factors.values()]
         if not same:
             yield Check(label, "no runs at the same step size", None)
@@ -335,7 +335,7 @@ CLAIMS = (
     Claim(
         "svhn-diagonal",
         "Fig. 4",
-        "On SVHN with ReLU the diagonal algorithms diverge at step sizes above 1e-5.",
+        "On SVHN with ReLU the diagonal algorithms diverge at step sizes above 10⁻⁵.",
         "Every run of DOP, DMCNat and DNat at a larger step size ended non-finite or worse than it "
         "began.",
         diagonal_diverges,
@@ -343,8 +343,8 @@ CLAIMS = (
     Claim(
         "sparse",
         "Fig. 5",
-        "On the sparse net quasi-diagonal algorithms reach a training loss of 1e-4 to 1e-5.",
-        "Lowest training loss of each, on its worst seed, at most 1e-4.",
+        "On the sparse net quasi-diagonal algorithms reach a training loss of 10⁻⁴ to 10⁻⁵.",
+        "Lowest training loss of each, on its worst seed, at most 10⁻⁴.",
         sparse_reaches,
     ),
     Claim(

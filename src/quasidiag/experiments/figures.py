@@ -15,8 +15,8 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import LogLocator, MaxNLocator
 
 from .algorithms import ALGORITHMS
-from .report_page import VARIANT_NAMES, plotted, quantities
-from .report_runs import Line, Record, lines, mean_curve, rank
+from .report_page import plotted, quantities
+from .report_runs import VARIANT_NAMES, Line, Record, lines, mean_curve, rank
 
 COLOURS = {
     "SGD": "#6f6f6a",
@@ -37,6 +37,7 @@ STYLE: Any = {
     "axes.spines.right": False,
     "axes.linewidth": 0.6,
     "axes.grid": True,
+    "axes.axisbelow": True,
     "grid.color": "#e6e6e0",
     "grid.linewidth": 0.5,
     "legend.frameon": False,
@@ -171,14 +172,14 @@ def step_sizes(own: Sequence[Line]) -> Figure:
         steps, losses = zip(*trained, strict=True) if trained else ((), ())
         colour = _colour(line.algorithm)
         axis.plot(steps, losses, "o-", color=colour, lw=1.2, ms=3, label=line.algorithm)
-        height = 1.02 + 0.025 * rank(line.algorithm, ALGORITHMS)[0]
+        height = 1.02 + 0.02 * rank(line.algorithm, ALGORITHMS)[0]
         for lr in (lr for lr, loss in grid if not math.isfinite(loss)):
             above = axis.get_xaxis_transform()
             axis.plot(lr, height, "x", color=colour, ms=3, transform=above, clip_on=False)
     for axis, variant in zip(axes, variants, strict=True):
         axis.set_xscale("log")
         axis.xaxis.set_major_locator(LogLocator(numticks=6))
-        axis.set_title(VARIANT_NAMES.get(variant, variant), fontsize=9, pad=24)
+        axis.set_title(VARIANT_NAMES.get(variant, variant), fontsize=9, pad=34)
         axis.set_xlabel("Step size")
     if finite and min(finite) > 0:
         axes[0].set_yscale("log")
@@ -245,7 +246,7 @@ def bars(table: dict[str, Any]) -> Figure:
     known = [(row["paper_ratio"], place) for place, row in enumerate(rows) if row["paper_ratio"]]
     if known:
         axis.plot(*zip(*known, strict=True), "|", color="black", ms=12, mew=1.5, label="paper")
-        axis.legend(loc="lower right")
+        figure.legend(loc="outside upper right")
     axis.set_yticks(places, [row["algorithm"] for row in rows])
     axis.invert_yaxis()
     axis.grid(axis="y", visible=False)

@@ -389,7 +389,8 @@ class Chart {
   showTip(panel, at, py) {
     const rows = panel.lines.filter((l) => l.now && l.now.value !== null).sort((a, b) => b.now.value - a.now.value);
     const distance = (l) => Math.abs(panel.y(l.now.value) - py);
-    const near = py === null || !rows.length ? null : rows.reduce((a, b) => (distance(b) < distance(a) ? b : a));
+    const closest = py === null || !rows.length ? null : rows.reduce((a, b) => (distance(b) < distance(a) ? b : a));
+    const near = closest && distance(closest) < 24 ? closest : null;
     const table = make("table");
     for (const line of rows) {
       const spread = line.now.low === undefined || line.now.low === null ? "" : `${format(line.now.low)} … ${format(line.now.high)}`;

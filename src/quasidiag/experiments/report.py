@@ -13,7 +13,7 @@ from markupsafe import Markup
 
 from . import claims, figures, report_page
 from .algorithms import ALGORITHMS
-from .report_runs import Record, lines, records
+from .report_runs import VARIANT_NAMES, Record, lines, records
 
 MARKS = {claims.HOLDS: "yes", claims.FAILS: "no", claims.OPEN: "open"}
 
@@ -81,7 +81,7 @@ def _power(lr: float) -> Markup:
 
 
 def _variant(name: str) -> str:
-    return report_page.VARIANT_NAMES.get(name, name)
+    return VARIANT_NAMES.get(name, name)
 
 
 def _colour(algorithm: str) -> str:

@@ -12,6 +12,7 @@ import numpy as np
 
 from .algorithms import ALGORITHMS
 from .report_runs import (
+    VARIANT_NAMES,
     VARIANTS,
     Line,
     Record,
@@ -28,8 +29,6 @@ NOTES = {
     "eeg": "A public recording stands in for the paper's private one.",
     "mnist-ae": "The standard deviation of each pixel is learned, and at least 1/256.",
 }
-
-VARIANT_NAMES = {"relu": "ReLU", "original": "pixels as given", "inverted": "pixels inverted"}
 
 NLL: dict[str, Any] = {
     "key": "nll",

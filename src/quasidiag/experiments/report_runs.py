@@ -24,6 +24,7 @@ if TYPE_CHECKING:
 DIAGONAL = ("DOP", "DMCNat", "DNat")
 QUASI_DIAGONAL = ("QDOP", "QDMCNat", "QDNat")
 VARIANTS = ("sigmoid", "tanh", "relu", "original", "inverted")
+VARIANT_NAMES = {"relu": "ReLU", "original": "pixels as given", "inverted": "pixels inverted"}
 
 
 class Task(NamedTuple):
@@ -33,7 +34,7 @@ class Task(NamedTuple):
     variant: str
 
     def __str__(self) -> str:
-        return f"{self.experiment} {self.variant}"
+        return f"{self.experiment} {VARIANT_NAMES.get(self.variant, self.variant)}"
 
 
 @dataclass(frozen=True)
