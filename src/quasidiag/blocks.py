@@ -166,9 +166,10 @@ class QuasiDiagonalBlock(DiagonalBlock):
         for name, pair in outputs.items():
             if pair and rows[name][1].data_ptr() != pair[1].data_ptr():  # type: ignore[index]
                 return False  # not a view: a kernel would write into a copy
+        m00, m0i, mii = self._moment_rows(state)
         v0, vi = self._rows(gradients)
         shift = state[self.weight].get("shift")
-        return kernels.quasi_diagonal(*self._moment_rows(state), v0, vi, shift, rule, **rows)
+        return kernels.quasi_diagonal(m00, m0i, mii, v0, vi, shift, rule, **rows)
 
     def _moment_rows(self, state: State) -> tuple[Tensor, Tensor, Tensor]:
         m00, m0i, mii = self.kept(state)
@@ -247,43 +248,3 @@ REDUCTIONS: dict[str, type[DiagonalBlock]] = {
     "diagonal": DiagonalBlock,
     "unitwise": UnitwiseBlock,
 }
-
-
-def find_blocks(
-    model: nn.Module, trained: Iterable[Tensor], reduction: str
-) -> tuple[list[DiagonalBlock], dict[nn.Module, DiagonalBlock]]:
-    """The blocks of a model, and which of them each watched layer feeds.
-
-    A weight that several layers share has one block, fed by all of them; a bias row needs one bias, so where they
-    disagree on it the block is diagonal.
-    """
-    wanted, blocks, owner = set(trained), [], {}
-    by_weight: dict[Tensor, DiagonalBlock] = {}
-    for name, module in model.named_modules():
-        adapter = adapter_of(module)
-        if adapter is None:
-            continue
-        weight, bias = _own(module, adapter.weight, wanted), _own(module, adapter.bias, wanted)
-        if weight is not None and weight in by_weight:
-            block = owner[module] = by_weight[weight]
-            if bias is not block.bias:
-                raise ValueError(
-                    f"{name} shares its weight with {block.name} but not its bias: share both, or neither"
-                )
-            continue
-        if weight is None and bias is None:
-            continue
-        kind = REDUCTIONS[reduction]
-        if weight is None or (bias is None and kind is QuasiDiagonalBlock):
-            kind = DiagonalBlock
-        block = kind(name or type(module).__name__, module, adapter, weight, bias)
-        blocks.append(block)
-        owner[module] = block
-        if weight is not None:
-            by_weight[weight] = block
-    return blocks, owner
-
-
-def _own(module: nn.Module, name: str | None, wanted: set[Tensor]) -> nn.Parameter | None:
-    parameter = None if name is None else getattr(module, name, None)
-    return parameter if isinstance(parameter, nn.Parameter) and parameter in wanted else None

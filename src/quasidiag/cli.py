@@ -24,6 +24,7 @@ COMMANDS: dict[str, tuple[str, str]] = {
         "quasidiag.experiments.commands.reproduce",
         "redo figures and tables of the paper",
     ),
+    "bench": ("quasidiag.bench.command", "time training steps beside the floor of their arithmetic"),
     "timing": ("quasidiag.experiments.timing", "time all algorithms against SGD (Table 1)"),
     "report": ("quasidiag.experiments.commands.reporting", "write the report of a folder of runs"),
     "export": ("quasidiag.experiments.commands.exporting", "pack a folder of runs into one file"),

@@ -1,0 +1,70 @@
+"""The command ``quasidiag bench``."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from quasidiag.bench import measure, peers, presets, show
+
+
+def add_parser(subparsers: Any) -> None:
+    parser = subparsers.add_parser(
+        "bench",
+        help="time full training steps against SGD's, with the floor of the arithmetic",
+        description=__doc__,
+    )
+    parser.add_argument(
+        "preset",
+        nargs="?",
+        choices=sorted(presets.PRESETS),
+        default="h200" if torch.cuda.is_available() else "cpu",
+        help="what to measure (default: by the machine)",
+    )
+    parser.add_argument("--peers", action="store_true", help="add other packages that are here")
+    parser.add_argument(
+        "--rounds", type=int, help="rounds of interleaved timing (default: by preset)"
+    )
+    parser.add_argument("--no-curves", action="store_true", help="leave out cost against size")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="write the results")
+    parser.add_argument("--plot", type=Path, metavar="FILE", help="draw the results (.svg, .png)")
+    parser.add_argument(
+        "--from",
+        type=Path,
+        dest="source",
+        metavar="FILE",
+        help="show earlier results, time nothing",
+    )
+    parser.set_defaults(run=run)
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Measure (or read), print, write."""
+    if arguments.source:
+        results = json.loads(arguments.source.read_text())
+    else:
+        preset = presets.PRESETS[arguments.preset]()
+        if preset.device == "cuda" and not torch.cuda.is_available():
+            print("no CUDA device here: use the preset cpu", file=sys.stderr)
+            return 2
+        if arguments.no_curves:
+            preset.curves.clear()
+        found, missing = peers.installed() if arguments.peers else ({}, {})
+        results = measure.run(preset, found, arguments.rounds, _say)
+        results = {"preset": arguments.preset, **results, "not_installed": missing}
+    print(show.tables(results))
+    if arguments.json:
+        arguments.json.parent.mkdir(parents=True, exist_ok=True)
+        arguments.json.write_text(json.dumps(results, indent=1) + "\n")
+    if arguments.plot:
+        show.plot(results, arguments.plot)
+    return 0
+
+
+def _say(line: str) -> None:
+    print(line, file=sys.stderr, flush=True)

@@ -1,0 +1,131 @@
+"""Results as tables and as a picture."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+
+def tables(results: dict[str, Any]) -> str:
+    """All tables, as Markdown."""
+    machine = ", ".join(f"{k} {v}" for k, v in results["machine"].items())
+    parts = [machine, _update(results["update"])]
+    parts += [_race(race) for race in results["races"]]
+    parts += [_curve(curve) for curve in results["curves"]]
+    if results.get("not_installed"):
+        parts.append("\n".join(f"- {k}: {v}" for k, v in results["not_installed"].items()))
+    return "\n\n".join(parts)
+
+
+def _race(race: dict[str, Any]) -> str:
+    rows = []
+    for name, e in sorted(race["contenders"].items(), key=lambda item: item[1]["ratio"]):
+        floor = f"{e['floor_multiplications']:.2f}" if "floor" in e else ""
+        with_bytes = f"{e['floor']:.2f}" if "floor" in e else ""
+        state = e.get("state_bytes_per_parameter")
+        peak = e.get("peak_bytes_over_base")
+        rows.append(
+            [
+                name,
+                f"{e['median_ms']:.2f}",
+                f"{e['ratio']:.2f}",
+                f"{e['ratio_low']:.2f}–{e['ratio_high']:.2f}",
+                f"{e['ratio_of_least']:.2f}",
+                floor,
+                with_bytes,
+                "" if state is None else f"{state / 4:.2f}",
+                "" if peak is None else f"{peak / 2**20:+.1f}",
+            ]
+        )
+    head = ["", "ms", f"over {race['base']}", "quartiles", "of the least", "floor (mult.)"]
+    head += ["floor (mult. + bytes)", "numbers a parameter", "peak MiB"]
+    lines = [f"**{race['workload']}**", "", _markdown(head, rows)]
+    lines += [f"- {name} failed: {why}" for name, why in race["failed"].items()]
+    return "\n".join(lines)
+
+
+def _curve(curve: dict[str, Any]) -> str:
+    sizes = [int(p[0]) for p in next(iter(curve["points"].values()))]
+    rows = [
+        [name, *(f"{p[1]:.2f} ({p[3]:.2f})" for p in points)]
+        for name, points in curve["points"].items()
+    ]
+    head = [f"ms (over SGD) against {curve['axis']}", *map(str, sizes)]
+    return _markdown(head, rows)
+
+
+def _update(update: dict[str, Any]) -> str:
+    rows = [
+        [name, f"{e['median_ms']:.3f}", f"{100 * e['share_of_copy']:.0f} %"]
+        for name, e in update["kernels"].items()
+    ]
+    shape = "×".join(map(str, update["shape"]))
+    copy = update["copy_bytes_per_ms"] / 1e6
+    return _markdown([f"update of {shape} alone", "ms", f"of a copy's {copy:.1f} GB/s"], rows)
+
+
+def _markdown(head: list[str], rows: list[list[str]]) -> str:
+    table = [head, *rows]
+    widths = [max(len(row[i]) for row in table) for i in range(len(head))]
+    lines = ["| " + " | ".join(c.ljust(w) for c, w in zip(row, widths)) + " |" for row in table]
+    lines.insert(1, "|" + "|".join("-" * (w + 2) for w in widths) + "|")
+    return "\n".join(lines)
+
+
+def plot(results: dict[str, Any], path: Path) -> None:
+    """A bar a contender, with its floor; the curves below, where there are any."""
+    import matplotlib
+
+    matplotlib.use("agg")
+    import matplotlib.pyplot as plt
+
+    races, curves = results["races"], results["curves"]
+    columns = max(len(races), len(curves), 1)
+    figure = plt.figure(figsize=(max(7, 3.6 * columns), 4.2 if not curves else 7.2))
+    grid = figure.add_gridspec(2 if curves else 1, 12, hspace=0.45, wspace=3.0)
+    for i, race in enumerate(races):
+        width = 12 // len(races)
+        _bars(figure.add_subplot(grid[0, i * width : (i + 1) * width]), race)
+    for i, curve in enumerate(curves):
+        width = 12 // len(curves)
+        _lines(figure.add_subplot(grid[1, i * width : (i + 1) * width]), curve, legend=i == 0)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    figure.savefig(
+        path,
+        bbox_inches="tight",
+        dpi=150,
+        metadata={"Date": None} if path.suffix == ".svg" else None,
+    )
+
+
+def _bars(axes: Any, race: dict[str, Any]) -> None:
+    entries = sorted(race["contenders"].items(), key=lambda item: -item[1]["ratio"])
+    names = [name for name, _ in entries]
+    ratios = [e["ratio"] for _, e in entries]
+    ours = [("floor" in e) and name != "SGD" for name, e in entries]
+    axes.barh(names, ratios, color=["#3b6ea5" if own else "#b8bec7" for own in ours], height=0.7)
+    for y, (_, e) in enumerate(entries):
+        axes.text(e["ratio"] * 1.03, y, f"{e['ratio']:.2f}", va="center", fontsize=7)
+        if "floor" in e and race["base"] == "SGD":
+            axes.plot([e["floor"]] * 2, [y - 0.4, y + 0.4], color="#d1495b", lw=1.5)
+    if max(ratios) > 6:
+        axes.set_xscale("log")
+        axes.set_xlim(0.7, max(ratios) * 1.8)
+    else:
+        axes.set_xlim(0, max(ratios) * 1.15)
+    axes.set_title(race["workload"], fontsize=9)
+    axes.set_xlabel(f"step time over {race['base']} (red: counted floor)", fontsize=8)
+    axes.tick_params(labelsize=7)
+    axes.spines[["top", "right"]].set_visible(False)
+
+
+def _lines(axes: Any, curve: dict[str, Any], legend: bool) -> None:
+    for name, points in curve["points"].items():
+        axes.plot([p[0] for p in points], [p[1] for p in points], "o-", ms=3, lw=1, label=name)
+    axes.set_xlabel(curve["axis"], fontsize=8)
+    axes.set_ylabel("ms a step", fontsize=8)
+    axes.set_ylim(bottom=0)
+    axes.tick_params(labelsize=7)
+    axes.spines[["top", "right"]].set_visible(False)
+    if legend:
+        axes.legend(fontsize=6, frameon=False)
