@@ -13,27 +13,35 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 from torch import Generator, Tensor, nn
+from torch.autograd.graph import GradientEdge
 from torch.utils.hooks import RemovableHandle
 
 from quasidiag import backpropagated, kernels
-from quasidiag.layers import Adapter
+from quasidiag.layers.composite import Call
 from quasidiag.metrics import cotangents
 from quasidiag.outputs import OutputModel
-from quasidiag.probe import Hook, Probe, Seen, Use
+from quasidiag.probe import Deltas, Hook, Probe, Seen, Use
 from quasidiag.sharding import unsharded
+from quasidiag.sharing import Samples, reduced
+from quasidiag.units import Units
 
 if TYPE_CHECKING:
     from quasidiag.distributed import Exchange
 
+#: By call: the layers (one, or those inside a composite), their activities and weights.
+Found = dict[Use, list[tuple[nn.Module, Tensor, Tensor]]]
 LossScale = float | Tensor | Callable[[], float | Tensor]
 
 
 class Record(NamedTuple):
-    """One call of a layer, as the metric sees it."""
+    """One call of a layer, as the metric sees it.
+
+    With ``sharing="exact"`` it is all calls of a pass that feed a block, and ``w`` are the :class:`Samples`.
+    """
 
     module: nn.Module
     a: Tensor
-    w: Tensor
+    w: Any
 
 
 @dataclass
@@ -63,6 +71,7 @@ class Collector:
         loss_reduction: what the loss does over the batch, where there is no criterion to know it.
         loss_scale: what the loss is multiplied by before its backward pass, where there is no criterion to see it.
         seed: of the generator that the Monte Carlo targets are drawn from.
+        sharing: one of ``sharing.SHARINGS``.
         before_pass: called when a backward pass begins, before it leaves any record.
     """
 
@@ -76,11 +85,12 @@ class Collector:
         loss_reduction: str = "mean",
         loss_scale: LossScale = 1.0,
         seed: int = 0,
+        sharing: str = "expand",
         before_pass: Callable[[], None] | None = None,
     ) -> None:
         self.criterion, self.metric, self.samples = criterion, metric, samples
         self.fraction, self.loss_reduction, self.loss_scale = fraction, loss_reduction, loss_scale
-        self.seed, self.before_pass = seed, before_pass
+        self.seed, self.sharing, self.before_pass = seed, sharing, before_pass
         self.generator: Generator | None = None
         #: Of the backward pass since the last step, or the last of several.
         self.records: list[Record] = []
@@ -93,6 +103,9 @@ class Collector:
         self.passes = 0
         self.total: int | float | Tensor = 0
         self._pass: Pass | None = None
+        #: Of the backward pass under way, what has to wait for its end.
+        self._calls: list[Call] = []
+        self._units: Units | None = None
         self._handles: list[RemovableHandle] = []
         along = self._deliver if metric == "outer-product" else None
         self.probe = Probe(model, along, self._reached if criterion is None else None)
@@ -100,9 +113,10 @@ class Collector:
             Hook.sweep(criterion)
             self._handles.append(criterion.register_forward_hook(Hook(self._judged)))
 
-    def watch(self, adapters: dict[nn.Module, Adapter]) -> None:
-        """Watch these layers and no others, from the next forward pass on."""
-        self.probe.watch((module, adapter.activity) for module, adapter in adapters.items())
+    def watch(self, units: Units) -> None:
+        """Watch the layers of these units and no others, from the next forward pass on."""
+        self._units = units
+        self.probe.watch(units.watched, units.parts)
 
     def schedule(self, due: bool) -> None:
         """Say whether the next step's minibatch enters the metric. A summed loss has its samples counted anyway."""
@@ -145,7 +159,8 @@ class Collector:
                     self._pass.losses + 1,
                 )
             if self.metric != "outer-product":
-                self._ask(criterion, output, target)
+                with torch.autocast(output.device.type, enabled=False):
+                    self._ask(criterion, output, target)
 
         loss.register_hook(begin)
 
@@ -157,6 +172,7 @@ class Collector:
 
     def _end(self) -> None:
         """The backward pass is over; if it came by here at all, it counts."""
+        self._sum_up()
         if self._pass is not None and self._pass.calls:
             self.passes += 1
             self.total = self.total + self._pass.samples()
@@ -164,23 +180,66 @@ class Collector:
         if self.exchange is not None:
             self.exchange.end_pass()
 
-    def _record(self, record: Record) -> None:
+    def _record(self, call: nn.Module, a: Tensor, w: Any) -> None:
+        """File a call under every block that it feeds."""
+        assert self._units is not None
+        for key in self._units.keys.get(call, ()):
+            self._file(Record(key, a, w))
+
+    def _file(self, record: Record) -> None:
         if self.exchange is None or not self.exchange.take(*record):
             self.records.append(record)
 
-    def _deliver(self, seen: Seen, delta: Tensor) -> None:
+    def _deliver(self, seen: Seen, deltas: Deltas) -> None:
         """The ordinary backward pass comes by: the outer product metric."""
-        module, a, batch, call = seen
         if self.criterion is None:
-            self._reached(batch)
+            self._reached(seen.batch)
         if self._pass is None:
             return  # a loss that is not the criterion's
-        self._pass.calls.add(call)
-        if self.due:
-            share = max(1, round(self.fraction * a.shape[0])) if self.fraction < 1 else a.shape[0]
-            more = self._pass.scale * (a.shape[0] / share) ** 0.5
-            w = kernels.square(delta[:share], more)
-            self._record(Record(module, a[:share], w))
+        self._pass.calls.add(seen.call)
+        if not self.due:
+            return
+        for module, a, delta in seen.calls(deltas):
+            share = max(1, round(self.fraction * len(a))) if self.fraction < 1 else len(a)
+            more = self._pass.scale * (len(a) / share) ** 0.5
+            if self.sharing == "exact":
+                self._hold(seen, Call(module, a[:share], delta[:share]), more)
+                continue
+            a, delta = self._brought(seen, Call(module, a[:share], delta[:share]))
+            self._record(module, a, kernels.square(delta, more))
+
+    def _brought(self, seen: Seen, call: Call) -> tuple[Tensor, Tensor]:
+        """Activity and derivative as the way of sharing has them."""
+        if self.sharing == "expand":
+            return call.a, call.delta
+        self._check_batch(seen, call)
+        return reduced(*call)
+
+    def _hold(self, seen: Seen, call: Call, scale: float | Tensor) -> None:
+        self._check_batch(seen, call)
+        delta = call.delta.to(torch.promote_types(call.delta.dtype, torch.float32))
+        self._calls.append(call._replace(delta=delta * scale))
+
+    def _check_batch(self, seen: Seen, call: Call) -> None:
+        if self.fraction == 1 and len(call.a) != seen.batch:
+            raise ValueError(
+                f"sharing={self.sharing!r} needs the samples apart, and a {type(seen.module).__name__} was given "
+                f"{len(call.a)} along its first dimension where the model was given {seen.batch}: keep the batch "
+                "dimension first throughout, or use sharing='expand'"
+            )
+
+    def _sum_up(self) -> None:
+        """With ``sharing="exact"``, the calls of one vector make up the gradients of the samples."""
+        if not self._calls:
+            return
+        assert self._units is not None
+        groups: dict[nn.Module, list[Call]] = {}
+        for call in self._calls:
+            for key in self._units.keys.get(call.module, ()):
+                groups.setdefault(key, []).append(call)
+        for key, calls in groups.items():
+            self._file(Record(key, calls[0].a, Samples(calls)))
+        self._calls = []
 
     def _ask(self, criterion: OutputModel, output: Tensor, target: Tensor) -> None:
         """Backpropagate the metric's own vectors, to the pre-activations and no further."""
@@ -188,16 +247,17 @@ class Collector:
         if self.metric == "backpropagated":
             uses = backpropagated.reached(output, uses)
             weights = backpropagated.weights(criterion, output, target, uses) if uses else []
-            self._keep(uses, weights)
-        elif uses:
-            self._keep(uses, self._asked(criterion, output, target, uses))
+            found = {use: [(use.module, use.a, w)] for use, w in zip(uses, weights)}
+        else:
+            found = self._asked(criterion, output, target, uses) if uses else {}
+        self._keep(found)
 
     def _asked(
         self, criterion: OutputModel, output: Tensor, target: Tensor, uses: list[Use]
-    ) -> list[Tensor | None]:
-        """The weights ``w``, summed over the metric's vectors; ``None`` for calls that ``output`` does not depend on."""
-        edges = [use.edge for use in uses]
-        sums: list[Tensor | None] = [None] * len(uses)
+    ) -> Found:
+        """What each call that ``output`` depends on gives, summed over the metric's vectors."""
+        edges = [edge for use in uses for edge in use.edges]
+        found: dict[Use, dict[nn.Module, tuple[Tensor, Tensor]]] = {}
         vectors = cotangents(
             self.metric, criterion, output, target, self.samples, self._generator(output.device)
         )
@@ -206,13 +266,21 @@ class Collector:
         with unsharded(self.probe.model):
             for vector in vectors:
                 vector = (vector if boost is None else vector * boost).to(output.dtype)
-                deltas = torch.autograd.grad(
-                    output, edges, vector, retain_graph=True, allow_unused=True
-                )
-                for i, delta in enumerate(deltas):
-                    if delta is not None:
-                        sums[i] = kernels.square(delta, scale, onto=sums[i])
-        return sums
+                deltas = iter(_backpropagate(output, edges, vector))
+                for use in uses:
+                    mine = [next(deltas) for _ in use.edges]
+                    if all(delta is None for delta in mine):
+                        continue
+                    sums = found.setdefault(use, {})
+                    for call in use.seen.calls(mine):
+                        if self.sharing == "exact":
+                            self._hold(use.seen, call, scale)
+                            continue
+                        a, delta = self._brought(use.seen, call)
+                        a, before = sums.get(call.module, (a, None))
+                        sums[call.module] = a, kernels.square(delta, scale, onto=before)
+                self._sum_up()
+        return {use: [(m, *aw) for m, aw in sums.items()] for use, sums in found.items()}
 
     def _boost(self, output: Tensor) -> Tensor | None:
         """In float16 the vectors travel as large as the gradient does, which a gradient scaler has made fit."""
@@ -221,14 +289,14 @@ class Collector:
         scale = torch.as_tensor(self._pass.scale, dtype=torch.float32, device=output.device)
         return torch.where(scale > 0, 1 / scale, 1.0).clamp_min(1.0)
 
-    def _keep(self, uses: list[Use], weights: list[Tensor] | list[Tensor | None]) -> None:
+    def _keep(self, found: Found) -> None:
         """Make records of the calls that were reached; the others wait for a loss of their own."""
         assert self._pass is not None
-        done = {use: w for use, w in zip(uses, weights) if w is not None}
-        for use, w in done.items():
-            self._record(Record(use.module, use.a, w))
-        self._pass.calls.update(use.call for use in done)
-        self.probe.uses = [use for use in self.probe.uses if use not in done]
+        for use, given in found.items():
+            self._pass.calls.add(use.call)
+            for module, a, w in given:
+                self._record(module, a, w)
+        self.probe.uses = [use for use in self.probe.uses if use not in found]
 
     def _generator(self, device: torch.device) -> Generator:
         if self.generator is None:
@@ -253,6 +321,7 @@ class Collector:
         if self.exchange is not None:
             self.exchange.clear()
         self.records, self.passes, self.total = [], 0, 0
+        self._calls = []
 
     def clear(self) -> None:
         """Let go of the batch."""
@@ -269,3 +338,16 @@ class Collector:
         for handle in self._handles:
             handle.remove()
         self._handles.clear()
+
+
+def _backpropagate(output: Tensor, edges: list[GradientEdge], vector: Tensor) -> Deltas:
+    try:
+        return torch.autograd.grad(output, edges, vector, retain_graph=True, allow_unused=True)
+    except RuntimeError as error:
+        if "use_reentrant" not in str(error):
+            raise
+        raise RuntimeError(
+            "activation checkpointing with use_reentrant=True lets nobody ask for derivatives, which every metric but the "
+            "outer product does: use torch.utils.checkpoint.checkpoint(..., use_reentrant=False), or "
+            "metric='outer-product'"
+        ) from error

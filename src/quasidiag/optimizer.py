@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from quasidiag import distributed, validate
-from quasidiag.blocks import REDUCTIONS, DiagonalBlock, find_blocks
+from quasidiag.blocks import REDUCTIONS, DiagonalBlock
 from quasidiag.collect import Collector, LossScale
 from quasidiag.kernels.rule import Rule
 from quasidiag.metrics import METRICS
@@ -19,7 +19,9 @@ from quasidiag.moments import Moments
 from quasidiag.outputs import OutputModel
 from quasidiag.probe import Hook
 from quasidiag.sharding import like, local, rows_of
+from quasidiag.sharing import SHARINGS
 from quasidiag.sums import SUMS, Sums, dtype_of
+from quasidiag.units import find_units
 
 #: Of what ``state_dict()`` holds. 0 had no version, no shift and no count of steps.
 VERSION = 1
@@ -61,6 +63,9 @@ class Riemannian(Optimizer):
         metric_start: ``"first"`` sets the metric by the first minibatch, an integer averages that many
             (:math:`γ_t = \max(γ, 1/(t+1))`), ``"identity"`` starts at the identity matrix.
         metric_every: update the metric every so many steps.
+        sharing: what a layer that is applied at several positions of a sample counts (:mod:`quasidiag.sharing`):
+            ``"expand"`` each position as one more occurrence, ``"exact"`` the gradient of the whole sample, ``"reduce"``
+            one position with the average activity.
         metric_fraction: the share of each minibatch that enters the metric.
         loss_reduction: ``"mean"`` or ``"sum"``; what the loss does over the batch, where there is no criterion.
         loss_scale: what the loss is multiplied by before its backward pass, where there is no criterion to see it: a
@@ -89,6 +94,7 @@ class Riemannian(Optimizer):
         eps: float = 1e-8,
         floor: float | None = None,
         samples: int = 1,
+        sharing: str = "expand",
         momentum: float = 0.0,
         weight_decay: float = 0.0,
         maximize: bool = False,
@@ -114,6 +120,11 @@ class Riemannian(Optimizer):
             validate.one_of("metric_start", metric_start, ("first", "identity"))
         else:
             validate.whole("metric_start", metric_start)
+        validate.one_of("sharing", sharing, SHARINGS)
+        if metric == "backpropagated" and sharing != "expand":
+            raise ValueError(
+                "the backpropagated metric has no derivatives to sum: it needs sharing='expand'"
+            )
         if not 0 < metric_fraction <= 1:
             raise ValueError(f"metric_fraction must be in (0, 1], not {metric_fraction}")
         validate.criterion(criterion, metric, loss_reduction)
@@ -121,6 +132,7 @@ class Riemannian(Optimizer):
         self.metric, self.reduction, self.metric_start = metric, reduction, metric_start
         self.metric_every, self.nonfinite, self.capturable = metric_every, nonfinite, capturable
         self.samples, self.metric_fraction, self.seed = samples, metric_fraction, seed
+        self.sharing = sharing
         self.loss_reduction, self.loss_scale = loss_reduction, loss_scale
         self.process_group, self.steps = process_group, 0
         defaults = dict(
@@ -148,6 +160,7 @@ class Riemannian(Optimizer):
             self.loss_reduction,
             self.loss_scale,
             self.seed,
+            self.sharing,
             Hook(self._before_pass),
         )
         self._watch()
@@ -164,7 +177,8 @@ class Riemannian(Optimizer):
     def _find(self) -> None:
         """Which parameter belongs to what: a block, the criterion, or the diagonal rule."""
         self._group = {p: group for group in self.param_groups for p in group["params"]}
-        self._blocks, self._owner = find_blocks(self.model, self._group, self.reduction)
+        self._units = find_units(self.model, self._group, self.reduction, self.sharing)
+        self._blocks, self._owner = self._units.blocks, self._units.owner
         for block in self._blocks:
             validate.one_device(block)
         covered = {p for block in self._blocks for p in block.parameters}
@@ -175,7 +189,7 @@ class Riemannian(Optimizer):
         self._warn_others()
 
     def _watch(self) -> None:
-        self._collector.watch({module: block.adapter for module, block in self._owner.items()})
+        self._collector.watch(self._units)
 
     def _warn_others(self) -> None:
         others = set(self._others)
@@ -252,9 +266,10 @@ class Riemannian(Optimizer):
         """The metric is kept and inverted in its own precision, also when called under autocast."""
         return torch.autocast(next(iter(self._group)).device.type, enabled=False)
 
-    def moments(self, layer: nn.Module) -> Moments:
-        """The moments of a layer's units, averaged so far."""
-        block = self._owner.get(layer)
+    def moments(self, layer: nn.Module | nn.Parameter) -> Moments:
+        """The moments of a layer's units, averaged so far; of one block of an LSTM or an attention, by its weight."""
+        own = (b for b in self._blocks if any(p is layer for p in b.parameters))
+        block = self._owner.get(layer) if isinstance(layer, nn.Module) else next(own, None)
         if block is None:
             raise KeyError(f"{type(layer).__name__} is not a layer that this optimizer watches")
         if "updates" not in self.state[block.home]:
@@ -344,6 +359,11 @@ class Riemannian(Optimizer):
             return (
                 "the metric saw no loss: compute it with the criterion that the optimizer was given, on the output of a "
                 "forward pass in training mode made after the optimizer"
+            )
+        if self._collector.probe.recomputed:
+            return (
+                f"{block.name} ran only inside an activation checkpoint's second forward pass, which the {self.metric} metric "
+                "cannot see: use torch.utils.checkpoint.checkpoint(..., use_reentrant=False), or metric='outer-product'"
             )
         return (
             f"the metric saw no backward pass through {block.name}: call model.train(), and make the forward pass after "

@@ -8,36 +8,59 @@ it. The derivative ``delta`` then arrives in one of two ways: the ordinary backw
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
-from torch.autograd.graph import GradientEdge, get_gradient_edge
+from torch.autograd.graph import GradientEdge, get_gradient_edge, register_multi_grad_hook
 from torch.utils.hooks import RemovableHandle
 
-Activity = Callable[[nn.Module, tuple[Any, ...]], Tensor]
+from quasidiag.layers.base import Adapter
+from quasidiag.layers.composite import Call, Composite, Rerun, Surroundings, arguments
+
+Deltas = Sequence[Tensor | None]
 
 
 class Seen(NamedTuple):
     """One call of a layer: its activity, the number of samples in the model's call, and which call that was."""
 
     module: nn.Module
-    a: Tensor
+    a: Tensor | Rerun
     batch: int
     call: int
+
+    def calls(self, deltas: Deltas) -> list[Call]:
+        """The layer, or the dense layers inside it, with the derivatives by the outputs given."""
+        if isinstance(self.a, Rerun):
+            return self.a.calls(deltas)
+        return [Call(self.module, self.a, delta) for delta in deltas if delta is not None]
 
 
 @dataclass(eq=False)
 class Use:
-    """One call of a layer, with its place in the graph."""
+    """One call of a layer, with its outputs' places in the graph."""
 
-    module: nn.Module
-    a: Tensor
-    edge: GradientEdge
+    seen: Seen
+    edges: list[GradientEdge]
     input_edge: GradientEdge | None
-    call: int = 0
+
+    @property
+    def module(self) -> nn.Module:
+        return self.seen.module
+
+    @property
+    def a(self) -> Any:
+        return self.seen.a
+
+    @property
+    def edge(self) -> GradientEdge:
+        return self.edges[0]
+
+    @property
+    def call(self) -> int:
+        return self.seen.call
 
 
 class Hook:
@@ -96,7 +119,7 @@ class Probe:
 
     Args:
         model: whose ``training`` flag says whether to look at all.
-        on_delta: called as ``on_delta(seen, delta)`` during the ordinary backward pass. Where it is ``None`` the
+        on_delta: called as ``on_delta(seen, deltas)``, a derivative for each output, during the ordinary backward pass. Where it is ``None`` the
             calls are kept as :attr:`uses` instead, for whoever asks along the edges.
         on_output: called as ``on_output(batch)`` when a backward pass reaches the model's output.
     """
@@ -104,7 +127,7 @@ class Probe:
     def __init__(
         self,
         model: nn.Module,
-        on_delta: Callable[[Seen, Tensor], None] | None,
+        on_delta: Callable[[Seen, Deltas], None] | None,
         on_output: Callable[[int], None] | None = None,
     ) -> None:
         self.model = model
@@ -114,21 +137,32 @@ class Probe:
         #: The model's calls so far, and the number of samples in the last one.
         self.calls, self._batch, self._inside = 0, 0, False
         self._on_delta, self._on_output = on_delta, on_output
-        self._activity: dict[nn.Module, Activity] = {}
+        self._adapters: dict[nn.Module, Adapter] = {}
+        self._parts: dict[nn.Module, dict[str, nn.Module]] = {}
+        self._around: dict[nn.Module, Surroundings] = {}
+        #: Layers that ran only in a checkpoint's second forward pass.
+        self.recomputed: set[nn.Module] = set()
         Hook.sweep(model)
         self._handles: list[RemovableHandle] = [
             model.register_forward_pre_hook(Hook(self._entered), with_kwargs=True),
             model.register_forward_hook(Hook(self._left), always_call=True),
         ]
 
-    def watch(self, layers: Iterable[tuple[nn.Module, Activity]]) -> None:
-        """Watch these layers, each with the function that takes its activity out of its arguments, and no others."""
-        wanted = dict(layers)
-        for module in wanted:
-            if module not in self._activity:
+    def watch(
+        self,
+        layers: dict[nn.Module, Adapter],
+        parts: dict[nn.Module, dict[str, nn.Module]] | None = None,
+    ) -> None:
+        """Watch these layers and no others; ``parts`` are the dense layers inside the composite ones."""
+        for module, adapter in layers.items():
+            if module not in self._adapters:
                 Hook.sweep(module)
-                self._handles.append(module.register_forward_hook(Hook(self._seen)))
-        self._activity = wanted
+                seen = module.register_forward_hook(Hook(self._seen), with_kwargs=True)
+                self._handles.append(seen)
+                if isinstance(adapter, Composite):
+                    before = module.register_forward_pre_hook(Hook(self._before))
+                    self._handles.append(before)
+        self._adapters, self._parts = dict(layers), dict(parts or {})
 
     @property
     def active(self) -> bool:
@@ -152,34 +186,75 @@ class Probe:
             if x.requires_grad:
                 x.register_hook(lambda gradient: on_output(batch) if batch else None)
 
-    def _seen(self, module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
-        activity = self._activity.get(module)
-        if activity is None or not (
-            self.active and isinstance(output, Tensor) and output.requires_grad
-        ):
+    def _before(self, module: nn.Module, args: tuple[Any, ...]) -> None:
+        """A composite layer is called: remember what its forward pass depends on."""
+        adapter = self._adapters.get(module)
+        if self.active and isinstance(adapter, Composite):
+            self._around[module] = Surroundings(module, adapter.random(module))
+
+    def _seen(
+        self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any
+    ) -> None:
+        adapter = self._adapters.get(module)
+        if adapter is None or not self.active:
             return
-        a = activity(module, args)
-        edge = get_gradient_edge(output)
+        outputs: list[Tensor] = [output]
+        if isinstance(adapter, Composite):
+            outputs = adapter.outputs(module, output)
+        if not all(isinstance(y, Tensor) for y in outputs):
+            return
+        if not any(y.requires_grad for y in outputs):
+            return
         recomputed = torch._C._current_graph_task_id() != -1  # a checkpoint's second forward pass
-        if self._on_delta is None:
-            if not recomputed:  # which has no edges to ask along
-                source = get_gradient_edge(a) if a.requires_grad else None
-                self.uses.append(Use(module, a.detach(), edge, source, self.calls))
+        if self._on_delta is None and recomputed:  # which has no edges to ask along
+            self.recomputed.add(module)
             return
-        batch = self._batch if self._batch and (self._inside or recomputed) else a.shape[0]
-        loan = self.loans.lend(Seen(module, a.detach(), batch, self.calls))
-        on_delta, number = self._on_delta, edge.output_nr
+        a: Any
+        if isinstance(adapter, Composite):
+            around = self._around.pop(module)
+            a = Rerun(adapter, module, self._parts[module], args, kwargs, outputs, around)
+            self._check_layout(module, a, recomputed)
+            source = None
+        else:
+            if kwargs:
+                args = tuple(arguments(module, args, kwargs).values())
+            a = adapter.activity(module, args)
+            source = get_gradient_edge(a) if self._on_delta is None and a.requires_grad else None
+            a = a.detach()
+        inside = self._inside or recomputed
+        batch = self._batch if self._batch and inside else len(a)
+        seen = Seen(module, a, batch, self.calls)
+        if self._on_delta is None:
+            edges = [get_gradient_edge(y) for y in outputs if y.requires_grad]
+            self.uses.append(Use(seen, edges, source))
+            return
+        loan, on_delta = self.loans.lend(seen), self._on_delta
 
-        def deliver(gradients: tuple[Tensor | None, ...]) -> None:
-            delta = gradients[number]
-            if delta is not None and loan.lent is not None:
-                on_delta(loan.lent, delta)
+        def deliver(deltas: Deltas) -> None:
+            if loan.lent is not None and any(delta is not None for delta in deltas):
+                on_delta(loan.lent, deltas)
 
-        edge.node.register_prehook(deliver)
+        if len(outputs) > 1:
+            register_multi_grad_hook([y for y in outputs if y.requires_grad], deliver)
+            return
+        edge = get_gradient_edge(outputs[0])
+        number = edge.output_nr
+        edge.node.register_prehook(lambda gradients: deliver([gradients[number]]))
+
+    def _check_layout(self, module: nn.Module, rerun: Rerun, recomputed: bool) -> None:
+        """Without a criterion samples are counted along the first dimension of the model's input."""
+        counted = self._batch if self._inside or recomputed else 0
+        if self._on_output is not None and rerun.batch_second == counted != len(rerun):
+            raise ValueError(
+                f"{type(module).__name__} has the batch second ({len(rerun)} samples), and the model's input has {counted} "
+                "along its first dimension, where quasidiag counts samples if there is no criterion: give the model its "
+                "batch first (and batch_first=True to the layer), or pass a criterion such as qd.Categorical()"
+            )
 
     def clear(self) -> None:
         """Forget every call seen so far."""
         self.uses.clear()
+        self.recomputed.clear()
         self.loans.call_back()
 
     def close(self) -> None:

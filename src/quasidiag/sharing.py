@@ -244,11 +244,11 @@ def _slices(n: int, size: int) -> Iterator[slice]:
 def _size(module: nn.Module, a: Tensor, delta: Tensor) -> int:
     """How many numbers the gradient of one sample takes, with the occurrences that it is made from."""
     adapter = known(module)
-    weight = getattr(module, adapter.weight)
+    weight = getattr(module, adapter.weight).numel() if adapter.weight else 0
     if not adapter.has_patches:
-        return 2 * weight.numel()
+        return 2 * weight
     p, _ = adapter.patches(module, _like(a[:1], delta), delta[:1])
-    return p.numel() + 3 * weight.numel()
+    return p.numel() + 3 * weight
 
 
 def _like(a: Tensor, delta: Tensor) -> Tensor:

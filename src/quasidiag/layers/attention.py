@@ -14,7 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from quasidiag.layers.base import register_layer
-from quasidiag.layers.composite import Composite, Part, Tape
+from quasidiag.layers.composite import BiasPart, Composite, Part, Tape
 
 
 @register_layer(nn.MultiheadAttention)
@@ -22,7 +22,7 @@ class AttentionAdapter(Composite):
     """``in_proj`` packed or separate per query, key and value; batch first or second.
 
     Packed, all the units are one block of parameters and each third of them sees its own input. The bias of separate
-    projections is one packed parameter without a single weight, so it gets diagonal blocks.
+    projections is one parameter that goes with three weights, so all of these have diagonal blocks.
     """
 
     def parts(self, module: nn.Module) -> dict[str, nn.Module]:
@@ -34,10 +34,18 @@ class AttentionAdapter(Composite):
         else:
             weights = (module.q_proj_weight, module.k_proj_weight, module.v_proj_weight)
             inner = {f"{k}_proj": Part(w, None) for k, w in zip("qkv", weights)}
+            if module.in_proj_bias is not None:
+                inner["in_proj_bias"] = BiasPart(module.in_proj_bias)
         return {**inner, "out_proj": module.out_proj}
 
     def outputs(self, module: nn.Module, output: Any) -> list[Tensor]:
         return [y for y in output if y is not None]
+
+    def layout(self, module: nn.Module, args: dict[str, Any]) -> tuple[int, int | None]:
+        query = args["query"]
+        if query.dim() == 2:
+            return 1, None
+        return (len(query), None) if module.batch_first else (query.shape[1], len(query))
 
     def random(self, module: nn.Module) -> bool:
         return bool(module.dropout and module.training)
@@ -91,13 +99,13 @@ class AttentionAdapter(Composite):
             return x if module.batch_first else x.transpose(0, 1)
 
         size = module.embed_dim
+        rows = [slice(i * size, (i + 1) * size) for i in range(3)]
         if "in_proj" not in parts:
-            bias = None if module.in_proj_bias is None else module.in_proj_bias.detach().chunk(3)
             z = [tape.linear(parts[f"{k}_proj"], first(x)) for k, x in zip("qkv", inputs)]
-            return z if bias is None else [x + b for x, b in zip(z, bias)]
+            bias = parts.get("in_proj_bias")
+            return z if bias is None else [tape.bias(bias, x, r) for x, r in zip(z, rows)]
         if inputs[0] is inputs[1] is inputs[2]:
             return list(tape.linear(parts["in_proj"], first(inputs[0])).chunk(3, -1))
-        rows = [slice(i * size, (i + 1) * size) for i in range(3)]
         return [tape.linear(parts["in_proj"], first(x), r) for x, r in zip(inputs, rows)]
 
 

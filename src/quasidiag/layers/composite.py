@@ -16,14 +16,14 @@ from __future__ import annotations
 
 import contextlib
 import inspect
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from quasidiag.layers.base import Adapter
+from quasidiag.layers.base import Adapter, register_layer
 
 
 class Call(NamedTuple):
@@ -44,6 +44,24 @@ class Part(nn.Linear):
         self.register_parameter("bias", bias)
 
 
+class BiasPart(nn.Module):
+    """A bias that belongs to another module and to several weights there."""
+
+    def __init__(self, bias: nn.Parameter) -> None:
+        super().__init__()
+        self.bias = bias
+
+
+@register_layer(BiasPart)
+class BiasPartAdapter(Adapter):
+    """Has no weight."""
+
+    weight = ""
+
+    def patches(self, module: nn.Module, a: Tensor, g: Tensor) -> tuple[Tensor, Tensor]:
+        return a.unsqueeze(2), g.unsqueeze(2)
+
+
 class Tape:
     """Dense layers applied in a re-run, to be asked for their pre-activations' derivatives."""
 
@@ -60,6 +78,13 @@ class Tape:
         self._applied.append((part, rows, a.detach(), z))
         return z
 
+    def bias(self, part: nn.Module, z: Tensor, rows: slice) -> Tensor:
+        """Add some rows of a bias to pre-activations with the batch first."""
+        assert isinstance(part, BiasPart)
+        z = z + part.bias.detach()[rows]
+        self._applied.append((part, rows, z.detach()[..., :0], z))
+        return z
+
     def calls(self, outputs: list[Tensor], deltas: list[Tensor]) -> list[Call]:
         """Every part's activity and derivative, given those of the outputs."""
         found = torch.autograd.grad(
@@ -70,12 +95,13 @@ class Tape:
             if delta is None:
                 continue
             if rows != slice(None):
-                whole = delta.new_zeros(*delta.shape[:-1], part.out_features)  # type: ignore[arg-type]
+                units = len(part.bias if isinstance(part, BiasPart) else part.weight)  # type: ignore[arg-type]
+                whole = delta.new_zeros(*delta.shape[:-1], units)
                 whole[..., rows] = delta
                 delta = whole
             activities, derivatives = parts.setdefault(part, ([], []))
-            activities.append(a.reshape(len(a), -1, a.shape[-1]))
-            derivatives.append(delta.reshape(len(a), -1, delta.shape[-1]))
+            activities.append(a.unsqueeze(1) if a.dim() == 2 else a)
+            derivatives.append(delta.unsqueeze(1) if delta.dim() == 2 else delta)
         return [Call(part, torch.cat(a, 1), torch.cat(d, 1)) for part, (a, d) in parts.items()]
 
 
@@ -92,6 +118,10 @@ class Composite(Adapter):
 
     def outputs(self, module: nn.Module, output: Any) -> list[Tensor]:
         """The tensors among the layer's output that a loss may depend on."""
+        raise NotImplementedError
+
+    def layout(self, module: nn.Module, args: dict[str, Any]) -> tuple[int, int | None]:
+        """How many samples there are and, if the batch is the second dimension, the length of the first."""
         raise NotImplementedError
 
     def rerun(
@@ -144,17 +174,22 @@ class Rerun:
         outputs: list[Tensor],
         surroundings: Surroundings,
     ) -> None:
-        bound = inspect.signature(module.forward).bind(*args, **kwargs)
-        bound.apply_defaults()
         memo: dict[int, Tensor] = {}  # one tensor given twice stays one
-        self._args = {name: _detach(value, memo) for name, value in bound.arguments.items()}
+        given = arguments(module, args, kwargs)
+        self._args = {name: _detach(value, memo) for name, value in given.items()}
+        #: The samples, and, where they are second, what is first.
+        self._samples, self.batch_second = adapter.layout(module, self._args)
+        self._live = [y.requires_grad for y in outputs]
         self._adapter, self._module, self._parts = adapter, module, parts
         self._surroundings = surroundings
         self._check = [y.detach() for y in outputs] if surroundings.cpu is not None else []
         self._done: tuple[Tape, list[Tensor]] | None = None
 
-    def calls(self, deltas: list[Tensor | None]) -> list[Call]:
-        """The parts as they were applied, given the derivative by each output (``None`` where there is none)."""
+    def __len__(self) -> int:
+        return self._samples
+
+    def calls(self, deltas: Sequence[Tensor | None]) -> list[Call]:
+        """The parts as they were applied, given the derivative by each output that has one (or ``None``)."""
         if self._done is None:
             tape = Tape()
             with self._surroundings.again():
@@ -162,7 +197,8 @@ class Rerun:
             self._done = tape, outputs
             self._verify(outputs)
         tape, outputs = self._done
-        known = [(y, delta) for y, delta in zip(outputs, deltas) if delta is not None]
+        live = [y for y, alive in zip(outputs, self._live) if alive]
+        known = [(y, delta) for y, delta in zip(live, deltas) if delta is not None]
         return tape.calls([y for y, _ in known], [d.to(y.dtype) for y, d in known])
 
     def _verify(self, outputs: list[Tensor]) -> None:
@@ -176,6 +212,13 @@ class Rerun:
                     f"the dropout inside {type(self._module).__name__} could not be repeated, so its metric cannot be had: "
                     "set its dropout to 0 and put nn.Dropout around it"
                 )
+
+
+def arguments(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
+    """The arguments of a module's forward pass by name, in order, defaults included."""
+    bound = inspect.signature(module.forward).bind(*args, **kwargs)
+    bound.apply_defaults()
+    return bound.arguments
 
 
 def _detach(value: Any, memo: dict[int, Tensor]) -> Any:

@@ -39,6 +39,14 @@ class RecurrentAdapter(Composite):
         y = y.data if isinstance(y, PackedSequence) else y
         return [y, *state] if isinstance(state, tuple) else [y, state]
 
+    def layout(self, module: nn.Module, args: dict[str, Any]) -> tuple[int, int | None]:
+        x = args["input"]
+        if isinstance(x, PackedSequence):
+            return int(x.batch_sizes[0]), None
+        if x.dim() == 2:
+            return 1, None
+        return (len(x), None) if module.batch_first else (x.shape[1], len(x))
+
     def random(self, module: nn.Module) -> bool:
         return bool(module.dropout and module.training and module.num_layers > 1)  # type: ignore[operator]
 
