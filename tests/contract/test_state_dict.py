@@ -1,0 +1,98 @@
+"""``state_dict``: of this version, of an older one, of a newer one, of somebody else."""
+
+from __future__ import annotations
+
+import copy
+import io
+
+import pytest
+import torch
+
+import quasidiag as qd
+from loops import METRICS, assert_same, metric, problem, train, values
+
+
+@pytest.mark.parametrize("kind", METRICS)
+def test_resumed_run_is_the_uninterrupted_one(kind: str) -> None:
+    options = dict(metric=kind, momentum=0.5, seed=7, lr=0.05)
+    model, loss, x, t = problem()
+    optimizer = qd.Riemannian(model, loss, **options)
+    train(model, loss, optimizer, x, t, 3)
+    file = io.BytesIO()
+    torch.save({"model": model.state_dict(), "optimizer": optimizer.state_dict()}, file)
+    train(model, loss, optimizer, x, t, 3)
+
+    file.seek(0)
+    saved = torch.load(file, weights_only=True)
+    other, loss, x, t = problem()
+    other.load_state_dict(saved["model"])
+    resumed = qd.Riemannian(other, loss, **options)
+    resumed.load_state_dict(saved["optimizer"])
+    train(other, loss, resumed, x, t, 3)
+    assert_same(values(model), values(other), 0.0)
+    assert_same(metric(optimizer), metric(resumed), 0.0)
+
+
+def older(state_dict: dict) -> dict:
+    """What the first version saved: moments measured from zero, and nothing beside state and groups."""
+    old = copy.deepcopy({key: state_dict[key] for key in ("state", "param_groups")})
+    for kept in old["state"].values():
+        shift = kept.pop("shift", None)
+        assert shift is None or not shift.any()
+        kept.pop("updates", None)
+    for group in old["param_groups"]:
+        del group["floor"], group["maximize"]
+        group.pop("steps", None)
+    return old
+
+
+def test_state_of_an_older_version() -> None:
+    ends = []
+    for old in (False, True):
+        model, loss, x, t = problem()
+        part = model[:1]
+        optimizer = qd.QDOP(part, loss, lr=0.05)
+        train(part, loss, optimizer, x, t, 2)
+        kept, moments = optimizer.state_dict(), optimizer.moments(part[0])
+        state = next(state for state in kept["state"].values() if "shift" in state)
+        state.update(m0i=moments.m0i.clone(), mii=moments.mii.clone())
+        state["shift"] = torch.zeros_like(state["shift"])
+        optimizer.close()
+        fresh = qd.QDOP(part, loss, lr=0.05)
+        fresh.load_state_dict(older(kept) if old else kept)
+        train(part, loss, fresh, x, t, 2)
+        ends.append(values(part))
+    assert_same(*ends, tolerance=1e-12)
+
+
+def test_state_from_the_future() -> None:
+    model, loss, x, t = problem()
+    optimizer = qd.QDOP(model, loss, lr=0.05)
+    train(model, loss, optimizer, x, t)
+    kept, before = {**optimizer.state_dict(), "version": 99}, metric(optimizer)
+    with pytest.raises(ValueError, match="newer"):
+        optimizer.load_state_dict(kept)
+    assert_same(before, metric(optimizer), 0.0)
+
+
+def test_state_of_another_optimizer() -> None:
+    model, loss, x, t = problem()
+    adam = torch.optim.Adam(model.parameters())
+    train(model, loss, adam, x, t)
+    optimizer = qd.QDOP(model, loss, lr=0.05)
+    with pytest.raises(ValueError, match="another optimizer"):
+        optimizer.load_state_dict(adam.state_dict())
+    with pytest.raises(ValueError, match="not the state_dict"):
+        optimizer.load_state_dict({"model": 1})
+    assert not optimizer.state
+
+
+def test_loading_drops_what_was_accumulating() -> None:
+    model, loss, x, t = problem()
+    optimizer = qd.QDNat(model, loss, lr=0.05)
+    train(model, loss, optimizer, x, t)
+    kept = optimizer.state_dict()
+    loss(model(100 * x), t).backward()
+    optimizer.load_state_dict(kept)
+    assert not optimizer._collector.records
+    assert optimizer._collector.total == 0
