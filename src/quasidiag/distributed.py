@@ -23,11 +23,10 @@ from torch import Tensor, nn
 from quasidiag.blocks import DiagonalBlock, State
 from quasidiag.probe import Hook
 from quasidiag.sharding import check_model, is_sharded, local, rows_of
+from quasidiag.sums import SUMS
 
 Room = dict[Tensor, dict[str, Any]]
 
-#: The entries of the state that are sums over samples.
-SUMS = ("m00", "m0i", "mii", "block")
 #: A bucket leaves when it has this many bytes (DDP's own default).
 BUCKET_BYTES = 25 * 2**20
 
@@ -251,7 +250,7 @@ class Exchange:
             work = dist.all_reduce(result, group=layout.replicas, async_op=True)
         else:
             result = torch.empty_like(sent[0])
-            work = dist.reduce_scatter_tensor(result, sent, group=layout.shard, async_op=True)
+            work = _reduce_scatter()(result, sent.view(-1), group=layout.shard, async_op=True)
         self._flights.append(Flight(blocks, work, result, sent, layout))
 
     def meet(
@@ -399,6 +398,11 @@ def share(samples: int, group: Any = None) -> float:
     total = torch.tensor(float(samples), dtype=torch.float64, device=device)
     dist.all_reduce(total, group=group)
     return samples * dist.get_world_size(group) / float(total)
+
+
+def _reduce_scatter() -> Callable[..., Any]:
+    """``reduce_scatter_tensor``, by the name that newer versions of torch have for it."""
+    return getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 
 
 def _sums(room: Any) -> list[Tensor]:
