@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from typing import Any
 
@@ -23,9 +24,9 @@ class AdaGrad(Optimizer):
     def __init__(
         self, params: Any, lr: float | Tensor = 1e-3, gamma: float = 0.01, eps: float = 1e-8
     ) -> None:
-        if not float(lr) >= 0 or not 0 <= gamma <= 1 or not eps >= 0:
+        if not 0 <= float(lr) < math.inf or not 0 <= gamma <= 1 or not 0 <= eps < math.inf:
             raise ValueError(
-                f"lr={lr}, gamma={gamma}, eps={eps}: none may be negative, gamma at most 1"
+                f"lr={lr}, gamma={gamma}, eps={eps}: all must be finite and not negative, gamma at most 1"
             )
         super().__init__(params, dict(lr=lr, gamma=gamma, eps=eps))
 
