@@ -143,6 +143,8 @@ class Collector:
         """After the criterion: when the backward pass begins at its loss, collect."""
         if not (self.probe.active and loss.requires_grad):
             return
+        if torch._C._current_graph_task_id() == -1:
+            self._pass = None  # the last one may have ended in an error
         loan = self.probe.loans.lend(args)
 
         def begin(gradient: Tensor) -> None:
@@ -165,9 +167,9 @@ class Collector:
         loss.register_hook(begin)
 
     def _begin(self, new: Pass) -> None:
-        self._pass = new
         if self.before_pass is not None:
             self.before_pass()
+        self._pass = new
         torch.autograd.Variable._execution_engine.queue_callback(self._end)
 
     def _end(self) -> None:
@@ -244,12 +246,14 @@ class Collector:
     def _ask(self, criterion: OutputModel, output: Tensor, target: Tensor) -> None:
         """Backpropagate the metric's own vectors, to the pre-activations and no further."""
         uses = self.probe.uses
+        if not any(node in {use.edge.node for use in uses} for node in below(output)):
+            return  # somebody else's output
         if self.metric == "backpropagated":
             uses = backpropagated.reached(output, uses)
-            weights = backpropagated.weights(criterion, output, target, uses) if uses else []
+            weights = backpropagated.weights(criterion, output, target, uses)
             found = {use: [(use.module, use.a, w)] for use, w in zip(uses, weights)}
         else:
-            found = self._asked(criterion, output, target, uses) if uses else {}
+            found = self._asked(criterion, output, target, uses)
         self._keep(found)
 
     def _asked(
@@ -272,7 +276,7 @@ class Collector:
                     if all(delta is None for delta in mine):
                         continue
                     sums = found.setdefault(use, {})
-                    for call in use.seen.calls(mine):
+                    for call in use.calls(mine):
                         if self.sharing == "exact":
                             self._hold(use.seen, call, scale)
                             continue
@@ -304,8 +308,9 @@ class Collector:
         return self.generator
 
     def set_generator(self, place: Tensor, device: torch.device | str) -> None:
-        """Go on drawing from where another generator was."""
-        self._generator(torch.device(device)).set_state(place.cpu())
+        """Go on drawing from where another generator was; with other ranks, rank and step say where that is."""
+        if self.exchange is None:
+            self._generator(torch.device(device)).set_state(place.cpu())
 
     def _seed(self) -> int:
         return self.seed if self.exchange is None else self.exchange.seed(self.seed, self.step)

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from quasidiag import distributed, validate
+from quasidiag import distributed, placeholder, validate
 from quasidiag.blocks import REDUCTIONS, DiagonalBlock
 from quasidiag.collect import Collector, LossScale
 from quasidiag.kernels.rule import Rule
@@ -18,7 +18,7 @@ from quasidiag.metrics import METRICS
 from quasidiag.moments import Moments
 from quasidiag.outputs import OutputModel
 from quasidiag.probe import Hook
-from quasidiag.sharding import like, local, rows_of
+from quasidiag.sharding import is_sharded, like, local, rows_of
 from quasidiag.sharing import SHARINGS
 from quasidiag.sums import SUMS, Sums, dtype_of
 from quasidiag.units import find_units
@@ -164,14 +164,6 @@ class Riemannian(Optimizer):
             Hook(self._before_pass),
         )
         self._watch()
-        self._exchange = self._collector.exchange = distributed.connect(
-            self.model,
-            self._blocks,
-            self._owner,
-            lambda: self.state,
-            self.process_group,
-            self.criterion,
-        )
         self._count(self.steps)
 
     def _find(self) -> None:
@@ -190,6 +182,16 @@ class Riemannian(Optimizer):
 
     def _watch(self) -> None:
         self._collector.watch(self._units)
+        if self._collector.exchange is not None:
+            self._collector.exchange.close()
+        self._exchange = self._collector.exchange = distributed.connect(
+            self.model,
+            self._blocks,
+            self._owner,
+            lambda: self.state,
+            self.process_group,
+            self.criterion,
+        )
 
     def _warn_others(self) -> None:
         others = set(self._others)
@@ -237,6 +239,9 @@ class Riemannian(Optimizer):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
+        if placeholder.wanted(self):
+            placeholder.fill_(self)
+            return loss
         with self._full_precision():
             if self._ready():
                 self._update_metric()
@@ -287,7 +292,10 @@ class Riemannian(Optimizer):
 
     def _before_pass(self) -> None:
         """A backward pass begins. If gradients are accumulating, only its own activities will be kept."""
-        if all(p.grad is None for p in self._group):
+        if placeholder.there(self):
+            self.state.clear()
+        accumulating = any(p.grad is not None or is_sharded(p) for p in self._group)
+        if not accumulating:  # fully_shard alone keeps gradients out of sight until it reduces them
             self._restart()
         elif self._exchange is None:
             self._fold()

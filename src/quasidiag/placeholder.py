@@ -1,0 +1,47 @@
+"""A state to load into: what ``torch.distributed.checkpoint`` wants of an optimizer that was just made.
+
+It finds out which state there will be by a step with zero gradients and learning rates. No minibatch stands behind that
+step, so what it leaves is a placeholder, to be overwritten by a checkpoint, or dropped when training begins.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+
+from quasidiag.sharding import rows_of
+from quasidiag.sums import dtype_of
+
+if TYPE_CHECKING:
+    from quasidiag.optimizer import Riemannian
+
+
+def wanted(optimizer: Riemannian) -> bool:
+    """Whether this step is the one of ``torch.distributed.checkpoint``."""
+    fresh = not optimizer.state and not optimizer._collector.passes
+    return fresh and all(float(group["lr"]) == 0 for group in optimizer.param_groups)
+
+
+def fill_(optimizer: Riemannian) -> None:
+    """Make room for everything that training will keep."""
+    for block in optimizer._blocks:
+        rows, state = rows_of(block, optimizer.state)
+        inputs = block.weight.shape[-1] if block.weight is not None and block.weight.dim() else 0
+        a = torch.zeros(1, inputs, device=block.home.device)
+        rows.start(state, a, dtype_of(block), identity=False)
+    for parameter, group in optimizer._group.items():
+        like = torch.zeros_like(
+            parameter, dtype=torch.promote_types(parameter.dtype, torch.float32)
+        )
+        if parameter in optimizer._others:
+            optimizer.state[parameter]["square"] = like
+        if group["momentum"]:
+            optimizer.state[parameter]["momentum"] = like.clone()
+
+
+def there(optimizer: Riemannian) -> bool:
+    """Whether the state is a placeholder."""
+    if optimizer.steps or not optimizer.state:
+        return False
+    return not any(kept.get("updates") for kept in optimizer.state.values())
