@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from quasidiag.outputs import OutputModel
-from quasidiag.probe import Use
+from quasidiag.probe import Use, below
 
 
 def weights(
@@ -60,12 +60,7 @@ def weights(
 
 def reached(output: Tensor, uses: list[Use]) -> list[Use]:
     """Those of ``uses`` that ``output`` depends on."""
-    nodes, waiting = set(), [output.grad_fn]
-    while waiting:
-        node = waiting.pop()
-        if node is not None and node not in nodes:
-            nodes.add(node)
-            waiting += [below for below, _ in node.next_functions]
+    nodes = set(below(output))
     return [use for use in uses if use.edge.node in nodes]
 
 

@@ -1,15 +1,15 @@
 r"""From forward and backward passes to weighted activities: what the metric is made of.
 
-A :class:`Collector` watches a model train and keeps, until the optimizer's step, a list of :class:`Record`: a layer, its
-activity ``a`` and the weights ``w``, such that the sum of :math:`w (1, a)(1, a)^⊤` over all of them is the metric of the
-minibatch. Which vectors were backpropagated to get ``w`` is all that the metrics differ in.
+A :class:`Collector` watches a model train and keeps, until the optimizer's step, a list of :class:`Record`: a layer,
+its activity ``a`` and the weights ``w``, such that the sum of :math:`w (1, a)(1, a)^⊤` over all of them is the metric
+of the minibatch. Which vectors were backpropagated to get ``w`` is all that the metrics differ in.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Generator, Tensor, nn
@@ -20,7 +20,7 @@ from quasidiag import backpropagated, kernels
 from quasidiag.layers.composite import Call
 from quasidiag.metrics import cotangents
 from quasidiag.outputs import OutputModel
-from quasidiag.probe import Deltas, Hook, Probe, Seen, Use
+from quasidiag.probe import Deltas, Hook, Probe, Seen, Use, below
 from quasidiag.sharding import unsharded
 from quasidiag.sharing import Samples, reduced
 from quasidiag.units import Units
@@ -246,7 +246,8 @@ class Collector:
     def _ask(self, criterion: OutputModel, output: Tensor, target: Tensor) -> None:
         """Backpropagate the metric's own vectors, to the pre-activations and no further."""
         uses = self.probe.uses
-        if not any(node in {use.edge.node for use in uses} for node in below(output)):
+        wanted = {use.edge.node for use in uses}
+        if not any(node in wanted for node in below(output)):
             return  # somebody else's output
         if self.metric == "backpropagated":
             uses = backpropagated.reached(output, uses)
@@ -316,7 +317,7 @@ class Collector:
         return self.seed if self.exchange is None else self.exchange.seed(self.seed, self.step)
 
     def next_step(self, step: int) -> None:
-        """With other ranks, draws are a function of rank and step, so that any rank's checkpoint resumes all of them."""
+        """With other ranks, draws are a function of rank and step: any rank's checkpoint resumes all of them."""
         self.step = step
         if self.exchange is not None and self.generator is not None:
             self.generator.manual_seed(self._seed())
@@ -352,7 +353,7 @@ def _backpropagate(output: Tensor, edges: list[GradientEdge], vector: Tensor) ->
         if "use_reentrant" not in str(error):
             raise
         raise RuntimeError(
-            "activation checkpointing with use_reentrant=True lets nobody ask for derivatives, which every metric but the "
-            "outer product does: use torch.utils.checkpoint.checkpoint(..., use_reentrant=False), or "
+            "activation checkpointing with use_reentrant=True lets nobody ask for derivatives, which every metric but "
+            "the outer product does: use torch.utils.checkpoint.checkpoint(..., use_reentrant=False), or "
             "metric='outer-product'"
         ) from error

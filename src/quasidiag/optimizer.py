@@ -64,8 +64,8 @@ class Riemannian(Optimizer):
             (:math:`γ_t = \max(γ, 1/(t+1))`), ``"identity"`` starts at the identity matrix.
         metric_every: update the metric every so many steps.
         sharing: what a layer that is applied at several positions of a sample counts (:mod:`quasidiag.sharing`):
-            ``"expand"`` each position as one more occurrence, ``"exact"`` the gradient of the whole sample, ``"reduce"``
-            one position with the average activity.
+            ``"expand"`` each position as one more occurrence, ``"exact"`` the gradient of the whole sample,
+            ``"reduce"`` one position with the average activity.
         metric_fraction: the share of each minibatch that enters the metric.
         loss_reduction: ``"mean"`` or ``"sum"``; what the loss does over the batch, where there is no criterion.
         loss_scale: what the loss is multiplied by before its backward pass, where there is no criterion to see it: a
@@ -233,7 +233,7 @@ class Riemannian(Optimizer):
             self._watch()
 
     @torch.no_grad()
-    def step(self, closure: Callable[[], Any] | None = None) -> Any:  # type: ignore[override]
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """Update the metric by the minibatch, and the parameters by its Riemannian gradient."""
         loss = None
         if closure is not None:
@@ -329,7 +329,7 @@ class Riemannian(Optimizer):
                 validate.one_device(block)
                 validate.state_device(block, self.state[block.home])
         seen = {self._owner[record.module] for record in self._collector.records} | set(self._sums)
-        bad = None if self.capturable else self._not_finite(gradients)
+        bad: Any = None if self.capturable else self._not_finite(gradients)
         if self._exchange is not None:
             device = gradients[0][1].device
             bad, self._collector.total, seen = self._exchange.meet(
@@ -365,17 +365,18 @@ class Riemannian(Optimizer):
     def _unseen(self, block: DiagonalBlock) -> str:
         if self.criterion is not None and not self._collector.passes:
             return (
-                "the metric saw no loss: compute it with the criterion that the optimizer was given, on the output of a "
-                "forward pass in training mode made after the optimizer"
+                "the metric saw no loss: compute it with the criterion that the optimizer was given, on the output of "
+                "a forward pass in training mode made after the optimizer"
             )
         if self._collector.probe.recomputed:
             return (
-                f"{block.name} ran only inside an activation checkpoint's second forward pass, which the {self.metric} metric "
-                "cannot see: use torch.utils.checkpoint.checkpoint(..., use_reentrant=False), or metric='outer-product'"
+                f"{block.name} ran only inside an activation checkpoint's second forward pass, which the {self.metric} "
+                "metric cannot see: use torch.utils.checkpoint.checkpoint(..., use_reentrant=False), or "
+                "metric='outer-product'"
             )
         return (
-            f"the metric saw no backward pass through {block.name}: call model.train(), and make the forward pass after "
-            "the optimizer"
+            f"the metric saw no backward pass through {block.name}: call model.train(), and make the forward pass "
+            "after the optimizer"
         )
 
     def _update_metric(self) -> None:
@@ -394,7 +395,7 @@ class Riemannian(Optimizer):
             block = self._owner[module]
             self._start(block, a)
             gamma = self._gamma(block)
-            w, gain = w.to(dtype_of(block)), gamma
+            w, gain = w.to(dtype_of(block, self.state)), gamma
             if isinstance(factor, Tensor):
                 w = w * factor
             else:
@@ -455,7 +456,8 @@ class Riemannian(Optimizer):
             if block in without or all(p.grad is None for p in block.parameters):
                 continue
             group = self._group[block.home]
-            gradients = [local(self._gradient(p)) for p in block.parameters]
+            dtype = dtype_of(block, self.state)
+            gradients = [local(self._gradient(p)).to(dtype) for p in block.parameters]
             rows, state = rows_of(block, self.state)
             solved = rows.solve(state, gradients, group["eps"], group["floor"])
             for p, w in zip(block.parameters, solved):

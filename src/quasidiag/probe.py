@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
-from torch.autograd.graph import GradientEdge, get_gradient_edge, register_multi_grad_hook
+from torch.autograd.graph import GradientEdge, Node, get_gradient_edge, register_multi_grad_hook
 from torch.utils.hooks import RemovableHandle
 
 from quasidiag.layers.base import Adapter
@@ -38,13 +38,49 @@ class Seen(NamedTuple):
         return [Call(self.module, self.a, delta) for delta in deltas if delta is not None]
 
 
+class Place:
+    """Where in the graph the derivative by an output arrives, whatever is done to that output in place.
+
+    An in-place operation on a view rewrites the history of what it is a view of, and the view's own node is never
+    run: so the place is then that of the tensor viewed, whose derivative is brought into the view's layout.
+    """
+
+    def __init__(self, output: Tensor) -> None:
+        base = output._base
+        whole = base is not None and base.numel() == output.numel() and base.is_contiguous()
+        viewed = whole and base is not None and base.requires_grad
+        self.tensor = base if viewed and base is not None else output
+        self._strides = (output.shape, output.stride()) if viewed else None
+
+    @property
+    def edge(self) -> GradientEdge:
+        return get_gradient_edge(self.tensor)
+
+    def layout(self) -> Callable[[Tensor | None], Tensor | None]:
+        """From the derivative as it arrives to the output's own; holds no tensor."""
+        strides = self._strides
+
+        def bring(gradient: Tensor | None) -> Tensor | None:
+            if gradient is None or strides is None:
+                return gradient
+            gradient = gradient.contiguous()
+            return gradient.as_strided(*strides, gradient.storage_offset())
+
+        return bring
+
+
 @dataclass(eq=False)
 class Use:
     """One call of a layer, with its outputs' places in the graph."""
 
     seen: Seen
     edges: list[GradientEdge]
+    layouts: list[Callable[[Tensor | None], Tensor | None]]
     input_edge: GradientEdge | None
+
+    def calls(self, gradients: Deltas) -> list[Call]:
+        """The layer, or the dense layers inside it, with what arrived at the edges."""
+        return self.seen.calls([bring(g) for bring, g in zip(self.layouts, gradients)])
 
     @property
     def module(self) -> nn.Module:
@@ -119,8 +155,8 @@ class Probe:
 
     Args:
         model: whose ``training`` flag says whether to look at all.
-        on_delta: called as ``on_delta(seen, deltas)``, a derivative for each output, during the ordinary backward pass. Where it is ``None`` the
-            calls are kept as :attr:`uses` instead, for whoever asks along the edges.
+        on_delta: called as ``on_delta(seen, deltas)``, a derivative for each output, during the ordinary backward
+            pass. Where it is ``None`` the calls are kept as :attr:`uses` instead, for whoever asks along the edges.
         on_output: called as ``on_output(batch)`` when a backward pass reaches the model's output.
     """
 
@@ -224,20 +260,21 @@ class Probe:
         inside = self._inside or recomputed
         batch = self._batch if self._batch and inside else len(a)
         seen = Seen(module, a, batch, self.calls)
+        places = [Place(y) for y in outputs if y.requires_grad]
+        layouts = [place.layout() for place in places]
         if self._on_delta is None:
-            edges = [get_gradient_edge(y) for y in outputs if y.requires_grad]
-            self.uses.append(Use(seen, edges, source))
+            self.uses.append(Use(seen, [place.edge for place in places], layouts, source))
             return
         loan, on_delta = self.loans.lend(seen), self._on_delta
 
-        def deliver(deltas: Deltas) -> None:
-            if loan.lent is not None and any(delta is not None for delta in deltas):
-                on_delta(loan.lent, deltas)
+        def deliver(gradients: Deltas) -> None:
+            if loan.lent is not None and any(g is not None for g in gradients):
+                on_delta(loan.lent, [bring(g) for bring, g in zip(layouts, gradients)])
 
-        if len(outputs) > 1:
-            register_multi_grad_hook([y for y in outputs if y.requires_grad], deliver)
+        if len(places) > 1:
+            register_multi_grad_hook([place.tensor for place in places], deliver)
             return
-        edge = get_gradient_edge(outputs[0])
+        edge = places[0].edge
         number = edge.output_nr
         edge.node.register_prehook(lambda gradients: deliver([gradients[number]]))
 
@@ -246,9 +283,9 @@ class Probe:
         counted = self._batch if self._inside or recomputed else 0
         if self._on_output is not None and rerun.batch_second == counted != len(rerun):
             raise ValueError(
-                f"{type(module).__name__} has the batch second ({len(rerun)} samples), and the model's input has {counted} "
-                "along its first dimension, where quasidiag counts samples if there is no criterion: give the model its "
-                "batch first (and batch_first=True to the layer), or pass a criterion such as qd.Categorical()"
+                f"{type(module).__name__} has the batch second ({len(rerun)} samples), and the model's input has "
+                f"{counted} along its first dimension, where quasidiag counts samples if there is no criterion: give "
+                "the model its batch first (and batch_first=True to the layer), or pass a criterion such as qd.Categorical()"
             )
 
     def clear(self) -> None:
@@ -275,3 +312,15 @@ def tensors(tree: Any) -> Iterator[Tensor]:
     elif isinstance(tree, tuple | list):
         for branch in tree:
             yield from tensors(branch)
+
+
+def below(output: Tensor) -> Iterator[Node]:
+    """The nodes of the graph that ``output`` depends on."""
+    seen: set[Node] = set()
+    waiting = [output.grad_fn]
+    while waiting:
+        node = waiting.pop()
+        if node is not None and node not in seen:
+            seen.add(node)
+            waiting += [next_node for next_node, _ in node.next_functions]
+            yield node

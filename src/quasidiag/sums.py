@@ -18,9 +18,11 @@ from quasidiag.blocks import DiagonalBlock, State
 SUMS = ("m00", "m0i", "mii", "block")
 
 
-def dtype_of(block: DiagonalBlock) -> torch.dtype:
-    """The metric's precision: the parameters', and float32 at least."""
-    return torch.promote_types(block.home.dtype, torch.float32)
+def dtype_of(block: DiagonalBlock, state: State | None = None) -> torch.dtype:
+    """The precision of the metric in ``state``, or of one to begin: the parameters', and float32 at least."""
+    kept = {} if state is None else state.get(block.home, {})
+    found = next((kept[key].dtype for key in SUMS if key in kept), None)
+    return found or torch.promote_types(block.home.dtype, torch.float32)
 
 
 class Sums:

@@ -6,7 +6,6 @@ import math
 from collections.abc import Iterable
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 
 from quasidiag.outputs import OutputModel
@@ -96,21 +95,17 @@ def one_device(block: Any) -> None:
     devices = {str(p.device) for p in block.parameters}
     if len(devices) > 1:
         raise ValueError(
-            f"the weight and the bias of {block.name} are on different devices ({', '.join(sorted(devices))}): a unit's "
-            "block must be on one"
+            f"the weight and the bias of {block.name} are on different devices ({', '.join(sorted(devices))}): a "
+            "unit's block must be on one"
         )
 
 
 def gradients(pairs: Iterable[tuple[Tensor, Tensor]], name: Any) -> None:
-    """The gradients are dense and real, and where their parameters are."""
+    """The gradients are dense and real."""
     for parameter, gradient in pairs:
         if gradient.is_sparse or gradient.is_complex():
             kind = "sparse" if gradient.is_sparse else "complex"
             raise TypeError(f"{name(parameter)} has a {kind} gradient: make it dense and real")
-        if gradient.device != parameter.device:
-            raise ValueError(
-                f"{name(parameter)} is on {parameter.device} and its gradient on {gradient.device}"
-            )
 
 
 def state_device(block: Any, state: dict[str, Any]) -> None:
@@ -118,8 +113,8 @@ def state_device(block: Any, state: dict[str, Any]) -> None:
     for value in state.values():
         if isinstance(value, Tensor) and value.device != block.home.device and value.dim():
             raise ValueError(
-                f"{block.name} is on {block.home.device} and its metric on {value.device}: move the model before making "
-                "the optimizer, or make a new one and give it this one's state_dict()"
+                f"{block.name} is on {block.home.device} and its metric on {value.device}: move the model before "
+                "making the optimizer, or make a new one and give it this one's state_dict()"
             )
 
 
@@ -145,8 +140,8 @@ class Structure:
             if isinstance(held, nn.Module) and not any(p in trained for p in held.parameters()):
                 continue
             raise RuntimeError(
-                f"{name} is not the {type(held).__name__} that the optimizer was made for: the model was changed since. "
-                "Make a new optimizer after changing a model (its load_state_dict takes what still fits)"
+                f"{name} is not the {type(held).__name__} that the optimizer was made for: the model was changed "
+                "since. Make a new optimizer after changing a model (its load_state_dict takes what still fits)"
             )
 
 
@@ -162,12 +157,3 @@ def loadable(state_dict: Any, version: int) -> None:
     keys = {key for kept in state_dict["state"].values() for key in kept}
     if "exp_avg" in keys or "momentum_buffer" in keys:
         raise ValueError("this state_dict() is another optimizer's: it holds no metric")
-
-
-def finite(tensors: Iterable[Tensor]) -> bool:
-    """Whether all of ``tensors`` (0-dimensional) are finite; one look at the device for all."""
-    found = [x.detach().float() for x in tensors]
-    if not found:
-        return True
-    device = found[0].device
-    return bool(torch.stack([x.to(device) for x in found]).isfinite().all())

@@ -7,10 +7,10 @@ import weakref
 import numpy as np
 import pytest
 import torch
+from loops import METRICS, SIZES, assert_moved, assert_same, metric, problem, train, values
 from torch import Tensor, nn
 
 import quasidiag as qd
-from loops import METRICS, SIZES, assert_moved, assert_same, metric, problem, train, values
 from nets import mlp
 
 STEPS = 3

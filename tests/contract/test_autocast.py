@@ -1,13 +1,13 @@
-"""Autocast in float16 and bfloat16: activities and derivatives arrive in half precision, the metric stays in float32."""
+"""Autocast in float16 and bfloat16: activities and derivatives come in half precision, the metric stays in float32."""
 
 from __future__ import annotations
 
 import pytest
 import torch
+from loops import METRICS, assert_moved, metric, problem, train, values
 from torch import Tensor, nn
 
 import quasidiag as qd
-from loops import METRICS, assert_moved, metric, problem, train, values
 
 HALF = (torch.float16, torch.bfloat16)
 #: Half a unit in the last place, squared and summed over a batch; a wrong scale is off by orders of magnitude.
@@ -55,8 +55,9 @@ def test_backward_and_step_within_autocast(kind: str, half: torch.dtype) -> None
         model, loss, x, t = problem("gaussian")
         model, loss, x, t = model.float(), loss.float(), x.float(), t.float()
         optimizer = qd.Riemannian(model, loss, lr=0.02, metric=kind, momentum=0.5)
-        with torch.autocast("cpu", dtype=half, enabled=enabled):
-            train(model, loss, optimizer, x, t, 3)
+        for _ in range(3):  # autocast remembers the weights that it cast until its context ends
+            with torch.autocast("cpu", dtype=half, enabled=enabled):
+                train(model, loss, optimizer, x, t)
         assert {x.dtype for x in metric(optimizer)} == {torch.float32}
         ends.append(moments(optimizer, model))
     for a, b in zip(*ends, strict=True):

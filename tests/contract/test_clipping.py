@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import pytest
 import torch
+from loops import METRICS, assert_moved, assert_same, metric, problem, values
 from torch import nn
 
 import quasidiag as qd
-from loops import METRICS, assert_moved, assert_same, metric, problem, values
 
 LIMIT = 1e-2
 

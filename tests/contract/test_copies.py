@@ -10,10 +10,10 @@ from typing import Any
 
 import pytest
 import torch
+from loops import METRICS, assert_moved, assert_same, metric, problem, train, values
 from torch.optim.lr_scheduler import StepLR
 
 import quasidiag as qd
-from loops import METRICS, assert_moved, assert_same, metric, problem, train, values
 
 
 def through_torch_save(thing: Any) -> Any:

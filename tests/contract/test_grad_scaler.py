@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import pytest
 import torch
+from loops import METRICS, assert_moved, assert_same, metric, problem, train, values
 from torch import nn
 
 import quasidiag as qd
-from loops import METRICS, assert_moved, assert_same, metric, problem, train, values
 
 
 def scaled_steps(model, loss, optimizer, scaler, x, t, steps: int = 3, clip: bool = False) -> None:

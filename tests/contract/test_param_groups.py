@@ -8,10 +8,10 @@ from typing import Any
 
 import pytest
 import torch
+from loops import METRICS, assert_moved, assert_same, problem, train, values
 from torch import nn
 
 import quasidiag as qd
-from loops import METRICS, assert_moved, assert_same, problem, train, values
 
 SPELLINGS: dict[str, Callable[[nn.Module], Any]] = {
     "list": lambda model: list(model.parameters()),

@@ -8,10 +8,10 @@ from typing import Any
 
 import pytest
 import torch
+from loops import assert_moved, assert_same, problem, train, values
 from torch.optim import lr_scheduler as schedulers
 
 import quasidiag as qd
-from loops import assert_moved, assert_same, problem, train, values
 
 MAKERS: dict[str, Callable[[Any], Any]] = {
     "step": lambda o: schedulers.StepLR(o, 2, 0.1),

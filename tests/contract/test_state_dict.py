@@ -7,9 +7,9 @@ import io
 
 import pytest
 import torch
+from loops import METRICS, assert_same, metric, problem, train, values
 
 import quasidiag as qd
-from loops import METRICS, assert_same, metric, problem, train, values
 
 
 @pytest.mark.parametrize("kind", METRICS)
