@@ -98,6 +98,13 @@ class _Preconditioned(Step):
         self.optimizer.step()
 
 
+def _set_gradients(model: nn.Module, flat: Tensor) -> None:
+    start = 0
+    for p in model.parameters():
+        p.grad = flat[start : start + p.numel()].view_as(p)
+        start += p.numel()
+
+
 def _nngeometry(module: Any) -> dict[str, Make]:
     metrics = importlib.import_module("nngeometry.metrics")
     matrices = importlib.import_module("nngeometry.object")
@@ -114,7 +121,8 @@ def _nngeometry(module: Any) -> dict[str, Make]:
                 variant="classif_logits",
                 **options,
             )
-            fisher.solve(gradient, 1e-4).to_model_grad(step.model)
+            solved = fisher.solve(gradient, 1e-4).to_torch()
+            _set_gradients(step.model, solved)
 
         return lambda workload: _Preconditioned(workload, precondition)
 
@@ -158,17 +166,14 @@ def _backpack(module: Any) -> dict[str, Make]:
 
 def _curvlinops(module: Any) -> dict[str, Make]:
     def precondition(step: _Preconditioned) -> None:
-        named = dict(step.model.named_parameters())
+        parameters = list(step.model.parameters())
         data = [(step.workload.x, step.workload.target)]
         kfac = module.KFACLinearOperator(
-            step.model, nn.CrossEntropyLoss(), named, data, check_deterministic=False
+            step.model, nn.CrossEntropyLoss(), parameters, data, check_deterministic=False
         )
-        inverse = kfac.inverse(damping=1e-3)
-        gradient = torch.cat([p.grad.flatten() for p in named.values() if p.grad is not None])
-        start, natural = 0, inverse @ gradient
-        for p in named.values():
-            p.grad = natural[start : start + p.numel()].view_as(p)
-            start += p.numel()
+        inverse = module.KFACInverseLinearOperator(kfac, damping=1e-3)
+        gradient = torch.cat([p.grad.flatten() for p in parameters if p.grad is not None])
+        _set_gradients(step.model, inverse @ gradient)
 
     return {"curvlinops K-FAC": lambda workload: _Preconditioned(workload, precondition)}
 
