@@ -1,0 +1,40 @@
+"""Every file in examples/ runs on small real data, and its loss goes down."""
+
+from __future__ import annotations
+
+import importlib.util
+import math
+from pathlib import Path
+
+import pytest
+
+EXAMPLES = Path(__file__).parent.parent / "examples"
+#: Those that need several processes are started by the tests of the distributed optimizer.
+TORCHRUN = {"ddp", "fsdp2"}
+#: Smaller than the examples' own defaults: seconds, not minutes.
+SMALL = {
+    "autoencoder": dict(epochs=2, digits=2000),
+    "character_gpt": dict(steps=60, batch=16),
+    "convolutional": dict(epochs=2, digits=2000),
+    "huggingface_trainer": dict(epochs=3, digits=1500),
+    "learned_noise": dict(epochs=4),
+    "lightning_module": dict(epochs=2, digits=2000),
+    "plain_pytorch": dict(epochs=2, digits=2000),
+    "skorch_grid_search": dict(epochs=4, digits=600),
+    "variational_autoencoder": dict(epochs=2, digits=2000),
+}
+NAMES = sorted(path.stem for path in EXAMPLES.glob("*.py") if path.stem not in TORCHRUN)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_example_trains(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("mlxtend")
+    monkeypatch.chdir(tmp_path)
+    spec = importlib.util.spec_from_file_location(f"example_{name}", EXAMPLES / f"{name}.py")
+    assert spec is not None and spec.loader is not None
+    example = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(example)
+    losses = example.main(**SMALL.get(name, {}))
+    assert all(math.isfinite(loss) for loss in losses)
+    assert losses[0] - losses[-1] > 0.1 * abs(losses[0]), losses
+    assert not list(tmp_path.iterdir()), "an example leaves nothing behind"
