@@ -246,7 +246,7 @@ class Collector:
     def _ask(self, criterion: OutputModel, output: Tensor, target: Tensor) -> None:
         """Backpropagate the metric's own vectors, to the pre-activations and no further."""
         uses = self.probe.uses
-        wanted = {use.edge.node for use in uses}
+        wanted = {edge.node for use in uses for edge in use.edges}
         if not any(node in wanted for node in below(output)):
             return  # somebody else's output
         if self.metric == "backpropagated":
@@ -271,9 +271,10 @@ class Collector:
         with unsharded(self.probe.model):
             for vector in vectors:
                 vector = (vector if boost is None else vector * boost).to(output.dtype)
-                deltas = iter(_backpropagate(output, edges, vector))
+                deltas = _backpropagate(output, edges, vector)
+                deltas.reverse()  # so that each is gone once its square is taken
                 for use in uses:
-                    mine = [next(deltas) for _ in use.edges]
+                    mine = [deltas.pop() for _ in use.edges]
                     if all(delta is None for delta in mine):
                         continue
                     sums = found.setdefault(use, {})
@@ -346,9 +347,11 @@ class Collector:
         self._handles.clear()
 
 
-def _backpropagate(output: Tensor, edges: list[GradientEdge], vector: Tensor) -> Deltas:
+def _backpropagate(
+    output: Tensor, edges: list[GradientEdge], vector: Tensor
+) -> list[Tensor | None]:
     try:
-        return torch.autograd.grad(output, edges, vector, retain_graph=True, allow_unused=True)
+        return [*torch.autograd.grad(output, edges, vector, retain_graph=True, allow_unused=True)]
     except RuntimeError as error:
         if "use_reentrant" not in str(error):
             raise
