@@ -1,5 +1,6 @@
 """N ranks with B samples each go the way of one rank with N·B."""
 
+import copy
 import warnings
 
 import pytest
@@ -255,9 +256,7 @@ def draw(rank: int, size: int) -> tuple[Tensor, Tensor, Tensor]:
     network = DDP(model())
     rule, criterion = optimizer(network, "monte-carlo", seed=5)
     train(network, rule, data[:3], criterion)
-    saved = [rule.state_dict()]
-    weights = network.state_dict()
-    weights = {key: value.clone() for key, value in weights.items()}
+    saved, weights = [copy.deepcopy(rule.state_dict())], copy.deepcopy(network.state_dict())
     drawn = rule._collector.generator.get_state()
     train(network, rule, data[3:], criterion)
     dist.broadcast_object_list(saved, src=0)  # the checkpoint of rank 0 is everybody's
