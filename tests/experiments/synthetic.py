@@ -37,7 +37,13 @@ def record(
     }
     if output != "categorical":
         curve["train_mse"] = train / 10
-    config = {"output": output, "scale": scale, "batch_size": 500, "dataset": "mnist"}
+    config = {
+        "epochs": epochs,
+        "output": output,
+        "scale": scale,
+        "batch_size": 500,
+        "dataset": "mnist",
+    }
     columns = {name: [float(value) for value in column] for name, column in curve.items()}
     task = Task(experiment, variant)
     return Record(task, algorithm, lr, seed, columns, diverged, pictures, config)
@@ -70,5 +76,6 @@ def timing(ratio: float = 1.9) -> dict[str, object]:
         }
         for name, seconds in zip(ALGORITHMS, paper, strict=True)
     ]
-    table = {"device_name": "a processor", "threads": 1, "torch": "2.6", "rounds": 5}
+    table = {"layers": [784, 800, 800, 10], "batch_size": 500, "scale": "paper"}
+    table |= {"device_name": "a processor", "threads": 1, "torch": "2.6", "rounds": 5}
     return {"cpu": {**table, "steps_per_round": 20, "rows": rows}}

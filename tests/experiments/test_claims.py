@@ -86,11 +86,7 @@ def test_nothing_is_claimed_without_runs() -> None:
 
 
 def test_short_runs_are_not_judged() -> None:
-    short = [
-        replace(run, curve={name: values[:4] for name, values in run.curve.items()})
-        for run in world()
-        if not run.diverged
-    ]
+    short = [replace(run, config={**run.config, "epochs": 4}) for run in world()]
     assert set(verdicts(short, ratio=None).values()) == {OPEN}
 
 
@@ -112,8 +108,24 @@ def test_one_change_undoes_a_claim(key: str, where: Callable[[Record], bool], ra
     assert verdicts(changed(world(), where, rate))[key] == FAILS
 
 
+def test_two_that_diverged_are_not_as_good_as_each_other() -> None:
+    pair = [
+        record("mnist", "sigmoid", name, diverged=True, epochs=30) for name in ("QDMCNat", "QDNat")
+    ]
+    assert verdicts(pair)["one-sample"] == OPEN
+    assert verdicts([pair[0], record("mnist", "sigmoid", "QDNat")])["one-sample"] == FAILS
+    assert verdicts([record("mnist", "sigmoid", "QDMCNat"), pair[1]])["one-sample"] == HOLDS
+
+
 def test_slow_optimizer_undoes_the_overhead() -> None:
     assert verdicts(world(), ratio=2.6)["overhead"] == FAILS
+
+
+def test_a_smoke_timing_is_not_judged() -> None:
+    table = timing()
+    table["cpu"]["scale"] = "smoke"
+    found = {f.claim.key: f.verdict for f in judge(lines(world()), table)}
+    assert found["overhead"] == OPEN
 
 
 def test_dropout_above_one_percent() -> None:

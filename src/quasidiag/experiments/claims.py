@@ -57,11 +57,10 @@ class Evidence:
     timing: dict[str, Any]
 
     def find(self, task: Task, algorithm: str) -> Line | None:
-        """The line of an algorithm on a task, if its longest run says anything."""
+        """The line of an algorithm on a task, if its runs were meant to be long enough."""
         for line in self.lines:
             if (line.task, line.algorithm) == (task, algorithm):
-                finished = [record.epochs for record in line.records if not record.diverged]
-                return line if max(finished, default=MIN_EPOCHS) >= MIN_EPOCHS else None
+                return line if line.records[0].config["epochs"] >= MIN_EPOCHS else None
         return None
 
 
@@ -165,6 +164,8 @@ def one_sample_is_enough(evidence: Evidence) -> Iterator[Check]:
         sampled, exact = evidence.find(task, "QDMCNat"), evidence.find(task, "QDNat")
         if sampled is None or exact is None:
             continue
+        if not sampled.chosen and not exact.chosen:
+            continue
         compared = True
         name = "train_error" if exact.records[0].column("train_mse") else "train_nll"
         ours, theirs = sampled.finals(name), exact.finals(name)
@@ -215,8 +216,10 @@ def faces_stay(evidence: Evidence) -> Iterator[Check]:
     ends: list[float] = []
     for rival in ("SGD", "AdaGrad", "DMCNat"):
         line = evidence.find(task, rival)
-        if line is None:
-            yield Check(f"{rival} stays", "no runs", None)
+        if line is None or not line.chosen:
+            lost = line is not None
+            measured = "diverged at every step size" if lost else "no runs"
+            yield Check(f"{rival} stays", measured, False if lost else None)
             continue
         parts = [run.final(name) / run.column(name)[1] for run in line.chosen]
         ends += line.finals(name)
@@ -234,8 +237,9 @@ def faces_stay(evidence: Evidence) -> Iterator[Check]:
 
 
 def overhead(evidence: Evidence) -> Iterator[Check]:
-    device = "cpu" if "cpu" in evidence.timing else next(iter(evidence.timing), "")
-    rows = {row["algorithm"]: row for row in evidence.timing.get(device, {}).get("rows", [])}
+    timed = {k: v for k, v in evidence.timing.items() if v.get("scale") != "smoke"}
+    device = "cpu" if "cpu" in timed else next(iter(timed), "")
+    rows = {row["algorithm"]: row for row in timed.get(device, {}).get("rows", [])}
     for name in ("QDOP", "QDMCNat"):
         if name not in rows:
             yield Check(name, "not timed", None)

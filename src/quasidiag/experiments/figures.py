@@ -12,7 +12,7 @@ import numpy as np
 from matplotlib import rc_context
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
-from matplotlib.ticker import LogLocator, MaxNLocator
+from matplotlib.ticker import FormatStrFormatter, LogLocator, MaxNLocator, NullLocator
 
 from .algorithms import ALGORITHMS
 from .report_page import plotted, quantities
@@ -69,6 +69,8 @@ def _save(figure: Figure | None, stem: Path, rows: Iterable[dict[str, Any]]) -> 
     if figure is None:
         return []
     png, pdf, table = (stem.with_name(f"{stem.name}.{kind}") for kind in ("png", "pdf", "csv"))
+    figure.draw_without_rendering()
+    figure.set_layout_engine("none")  # laid out once, for both files
     # Without dates the same runs give the same bytes.
     figure.savefig(png, dpi=150, metadata={"Software": None})
     figure.savefig(pdf, metadata={"CreationDate": None, "ModDate": None})
@@ -100,7 +102,7 @@ def curves(own: Sequence[Line], quantity: dict[str, Any]) -> Figure | None:
     axes = figure.subplots(2, len(variants), squeeze=False, sharex=True, sharey="row")
     scale = quantity.get("scale", 1)
     for row, (side, title) in enumerate(SIDES.items()):
-        lowest = math.inf
+        drawn_values: list[float] = []
         for line, step, _, runs in drawn:
             axis = axes[row, variants.index(line.task.variant)]
             epochs = mean_curve(runs, "epoch")[0]
@@ -119,16 +121,28 @@ def curves(own: Sequence[Line], quantity: dict[str, Any]) -> Figure | None:
             )
             if len(runs) > 1:
                 axis.fill_between(epochs, low, high, color=colour, alpha=0.15, lw=0)
-            lowest = min([lowest, *mean[np.isfinite(mean)]])
+            drawn_values += [value for value in mean if np.isfinite(value)]
         axes[row, 0].set_ylabel(f"{title} {quantity['short']} ({quantity['unit']})")
-        if lowest > 0:
-            axes[row, 0].set_yscale("log")
+        _logarithmic(axes[row], drawn_values)
     for column, variant in enumerate(variants):
         axes[0, column].set_title(VARIANT_NAMES.get(variant, variant), fontsize=9)
         axes[1, column].set_xlabel("Epoch")
         axes[1, column].xaxis.set_major_locator(MaxNLocator(5, integer=True))
     _legend(figure, axes.ravel())
     return figure
+
+
+def _logarithmic(axes: Iterable[Axes], values: Sequence[float]) -> None:
+    """A logarithmic vertical axis where the values allow one; within two decades 2 and 5 count too."""
+    if not values or min(values) <= 0:
+        return
+    digits = (1.0,) if max(values) > 100 * min(values) else (1.0, 2.0, 5.0)
+    for axis in axes:
+        axis.set_yscale("log")
+        axis.yaxis.set_major_locator(LogLocator(subs=digits))
+        axis.yaxis.set_minor_locator(NullLocator())
+        if len(digits) > 1:
+            axis.yaxis.set_major_formatter(FormatStrFormatter("%g"))
 
 
 def _legend(figure: Figure, axes: Iterable[Axes]) -> None:
@@ -179,10 +193,10 @@ def step_sizes(own: Sequence[Line]) -> Figure:
     for axis, variant in zip(axes, variants, strict=True):
         axis.set_xscale("log")
         axis.xaxis.set_major_locator(LogLocator(numticks=6))
+        axis.xaxis.set_minor_locator(NullLocator())
         axis.set_title(VARIANT_NAMES.get(variant, variant), fontsize=9, pad=34)
         axis.set_xlabel("Step size")
-    if finite and min(finite) > 0:
-        axes[0].set_yscale("log")
+    _logarithmic(axes, finite)
     axes[0].set_ylabel(f"Final training {leading['short']}")
     _legend(figure, axes)
     return figure
