@@ -42,11 +42,12 @@ class Place:
     """Where in the graph the derivative by an output arrives, whatever is done to that output in place.
 
     An in-place operation on a view rewrites the history of what it is a view of, and the view's own node is never
-    run: so the place is then that of the tensor viewed, whose derivative is brought into the view's layout.
+    run: so the place is then that of the tensor viewed, whose derivative is brought into the view's layout. Not so for
+    outputs besides the ``first``, which may be views of what the layer itself goes on to use.
     """
 
-    def __init__(self, output: Tensor) -> None:
-        base = output._base
+    def __init__(self, output: Tensor, first: bool) -> None:
+        base = output._base if first else None
         whole = base is not None and base.numel() == output.numel() and base.is_contiguous()
         viewed = whole and base is not None and base.requires_grad
         self.tensor = base if viewed and base is not None else output
@@ -260,7 +261,7 @@ class Probe:
         inside = self._inside or recomputed
         batch = self._batch if self._batch and inside else len(a)
         seen = Seen(module, a, batch, self.calls)
-        places = [Place(y) for y in outputs if y.requires_grad]
+        places = [Place(y, i == 0) for i, y in enumerate(outputs) if y.requires_grad]
         layouts = [place.layout() for place in places]
         if self._on_delta is None:
             self.uses.append(Use(seen, [place.edge for place in places], layouts, source))
@@ -285,7 +286,8 @@ class Probe:
             raise ValueError(
                 f"{type(module).__name__} has the batch second ({len(rerun)} samples), and the model's input has "
                 f"{counted} along its first dimension, where quasidiag counts samples if there is no criterion: give "
-                "the model its batch first (and batch_first=True to the layer), or pass a criterion such as qd.Categorical()"
+                "the model its batch first (and batch_first=True to the layer), or pass a criterion such as "
+                "qd.Categorical()"
             )
 
     def clear(self) -> None:
