@@ -18,44 +18,56 @@ from torch.autograd.graph import GradientEdge, get_gradient_edge
 from quasidiag.outputs import OutputModel
 from quasidiag.probe import Use, below
 
+NO_CHAIN = (
+    "the backpropagated metric needs a feed-forward chain with elementwise activations, each layer fed by the one "
+    "before and by nothing else: use metric='outer-product' or 'monte-carlo'"
+)
+
 
 def weights(
     criterion: OutputModel, output: Tensor, target: Tensor, uses: list[Use]
 ) -> list[Tensor]:
     """The weights ``m`` of each layer's pre-activations, for layers in the order in which they ran.
 
-    An ordinary vector is carried back along with ``m`` and held against autograd's: a path that is not in the chain (a
-    skip connection, a function that mixes units) would otherwise be missing without a word.
+    An ordinary vector is carried back along with ``m`` and, at the bottom, held against autograd's: a path that is not
+    in the chain (a skip connection, a function that mixes units) would otherwise be missing without a word.
     """
     m = criterion.fisher(output.detach())
     counted = criterion.counted(output, target)
     if counted is not None:
         m = torch.where(counted, m, 0.0)
-    delta = torch.ones_like(output)
-    delta.view(-1)[::2] = -1.0
-    true = torch.autograd.grad(
-        output, [use.edge for use in uses], delta, retain_graph=True, allow_unused=True
-    )
+    delta = _signs(output)
     found: list[Tensor] = []
+    upper = delta  # the weight of the layer above, once there is one
     above: GradientEdge | None = get_gradient_edge(output)
-    for use, expected in zip(reversed(uses), reversed(true), strict=True):
+    for use in reversed(uses):
         if not isinstance(use.module, nn.Linear):
             raise TypeError(
                 f"the backpropagated metric covers chains of Linear layers, not {type(use.module).__name__}: "
                 "use metric='outer-product' or 'monte-carlo'"
             )
+        if found:
+            m = m @ upper.to(m.dtype).square()
+            delta = delta @ upper.to(delta.dtype)
         shape = torch.Size([*use.a.shape[:-1], use.module.out_features])
         f = None if above is None else slope(above, use.edge, delta, shape)
-        if f is None or expected is None or not _close(delta.reshape(shape) * f, expected):
-            raise TypeError(
-                "the backpropagated metric needs a feed-forward chain with elementwise activations, each layer fed by "
-                "the one before and by nothing else: use metric='outer-product' or 'monte-carlo'"
-            )
-        m, delta = m.reshape(shape) * f.square(), delta.reshape(shape) * f
+        if f is None:
+            raise TypeError(NO_CHAIN)
+        m, delta = (m.reshape(shape) * f).mul_(f), delta.reshape(shape).mul_(f)
         found.append(m)
-        above, weight = use.input_edge, use.module.weight.detach()
-        m, delta = m @ weight.to(m.dtype).square(), delta @ weight.to(delta.dtype)
+        above, upper = use.input_edge, use.module.weight.detach()
+    (true,) = torch.autograd.grad(
+        output, uses[0].edge, _signs(output), retain_graph=True, allow_unused=True
+    )
+    if true is None or not _close(delta, true):
+        raise TypeError(NO_CHAIN)
     return found[::-1]
+
+
+def _signs(output: Tensor) -> Tensor:
+    signs = torch.ones_like(output, memory_format=torch.contiguous_format)
+    signs.view(-1)[::2] = -1.0
+    return signs
 
 
 def reached(output: Tensor, uses: list[Use]) -> list[Use]:

@@ -13,10 +13,10 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Generator, Tensor, nn
-from torch.autograd.graph import GradientEdge
 from torch.utils.hooks import RemovableHandle
 
 from quasidiag import backpropagated, kernels
+from quasidiag.asking import Asking
 from quasidiag.layers.composite import Call
 from quasidiag.metrics import cotangents
 from quasidiag.outputs import OutputModel
@@ -261,30 +261,26 @@ class Collector:
         self, criterion: OutputModel, output: Tensor, target: Tensor, uses: list[Use]
     ) -> Found:
         """What each call that ``output`` depends on gives, summed over the metric's vectors."""
-        edges = [edge for use in uses for edge in use.edges]
         found: dict[Use, dict[nn.Module, tuple[Tensor, Tensor]]] = {}
+        boost = self._boost(output)
+        scale = 1.0 if boost is None else 1 / boost
+
+        def take(use: Use, deltas: Deltas) -> None:
+            sums = found.setdefault(use, {})
+            for call in use.calls(deltas):
+                if self.sharing == "exact":
+                    self._hold(use.seen, call, scale)
+                    continue
+                a, delta = self._brought(use.seen, call)
+                a, before = sums.get(call.module, (a, None))
+                sums[call.module] = a, kernels.square(delta, scale, onto=before)
+
         vectors = cotangents(
             self.metric, criterion, output, target, self.samples, self._generator(output.device)
         )
-        boost = self._boost(output)
-        scale = 1.0 if boost is None else 1 / boost
-        with unsharded(self.probe.model):
+        with unsharded(self.probe.model), Asking(output, uses, take) as asking:
             for vector in vectors:
-                vector = (vector if boost is None else vector * boost).to(output.dtype)
-                deltas = _backpropagate(output, edges, vector)
-                deltas.reverse()  # so that each is gone once its square is taken
-                for use in uses:
-                    mine = [deltas.pop() for _ in use.edges]
-                    if all(delta is None for delta in mine):
-                        continue
-                    sums = found.setdefault(use, {})
-                    for call in use.calls(mine):
-                        if self.sharing == "exact":
-                            self._hold(use.seen, call, scale)
-                            continue
-                        a, delta = self._brought(use.seen, call)
-                        a, before = sums.get(call.module, (a, None))
-                        sums[call.module] = a, kernels.square(delta, scale, onto=before)
+                asking.backpropagate((vector if boost is None else vector * boost).to(output.dtype))
                 self._sum_up()
         return {use: [(m, *aw) for m, aw in sums.items()] for use, sums in found.items()}
 
@@ -345,18 +341,3 @@ class Collector:
         for handle in self._handles:
             handle.remove()
         self._handles.clear()
-
-
-def _backpropagate(
-    output: Tensor, edges: list[GradientEdge], vector: Tensor
-) -> list[Tensor | None]:
-    try:
-        return [*torch.autograd.grad(output, edges, vector, retain_graph=True, allow_unused=True)]
-    except RuntimeError as error:
-        if "use_reentrant" not in str(error):
-            raise
-        raise RuntimeError(
-            "activation checkpointing with use_reentrant=True lets nobody ask for derivatives, which every metric but "
-            "the outer product does: use torch.utils.checkpoint.checkpoint(..., use_reentrant=False), or "
-            "metric='outer-product'"
-        ) from error

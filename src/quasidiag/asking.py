@@ -1,0 +1,88 @@
+"""Derivatives asked for along the graph: backpropagation to the pre-activations of layers, and no further.
+
+``autograd.grad`` to all layers at once would hold all their derivatives at once. So only the lowest layers are asked
+for, and what lies above them tells as the pass comes by.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+from torch.autograd.graph import GradientEdge
+from torch.utils.hooks import RemovableHandle
+
+from quasidiag.probe import Deltas, Use, below
+
+
+class Asking:
+    """Calls ``take(use, deltas)`` for each of ``uses`` that ``output`` depends on, one at a time, in every pass.
+
+    A layer whose input needs no derivative is a lowest one; so may be others (above parameters that nobody watches),
+    which the first pass shows. A composite layer has several outputs, and waits for all.
+    """
+
+    def __init__(
+        self, output: Tensor, uses: list[Use], take: Callable[[Use, Deltas], None]
+    ) -> None:
+        self._output, self._uses, self._take = output, uses, take
+        self._lowest = [u for u in uses if u.input_edge is None or len(u.edges) > 1] or uses[:1]
+        self._asked, self._heard = set(self._lowest), set[Use]()
+        self._asking = False
+        self._handles: list[RemovableHandle] = []
+
+    def __enter__(self) -> Asking:
+        self._handles += [self._listen(use) for use in self._uses if use not in self._asked]
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        for handle in self._handles:
+            handle.remove()
+
+    def _listen(self, use: Use) -> RemovableHandle:
+        number = use.edge.output_nr
+
+        def hear(gradients: Deltas) -> None:
+            delta = gradients[number]
+            if delta is not None and self._asking and use not in self._asked:
+                self._heard.add(use)
+                self._take(use, [delta])
+
+        return use.edge.node.register_prehook(hear)
+
+    def backpropagate(self, vector: Tensor) -> None:
+        """One pass with this vector at the output."""
+        self._asking = True
+        self._ask_for(self._lowest, vector)
+        self._asking = False
+        missed = [use for use in self._uses if use not in self._asked and use not in self._heard]
+        if missed:
+            nodes = set(below(self._output))
+            self._asked.update(missed)
+            missed = [use for use in missed if use.edge.node in nodes]
+            self._lowest += missed
+            self._ask_for(missed, vector)
+
+    def _ask_for(self, uses: list[Use], vector: Tensor) -> None:
+        if not uses:
+            return
+        deltas = _gradients(self._output, [edge for use in uses for edge in use.edges], vector)
+        deltas.reverse()
+        for use in uses:
+            mine = [deltas.pop() for _ in use.edges]
+            if any(delta is not None for delta in mine):
+                self._take(use, mine)
+
+
+def _gradients(output: Tensor, edges: list[GradientEdge], vector: Tensor) -> list[Tensor | None]:
+    try:
+        return [*torch.autograd.grad(output, edges, vector, retain_graph=True, allow_unused=True)]
+    except RuntimeError as error:
+        if "use_reentrant" not in str(error):
+            raise
+        raise RuntimeError(
+            "activation checkpointing with use_reentrant=True lets nobody ask for derivatives, which every metric but "
+            "the outer product does: use torch.utils.checkpoint.checkpoint(..., use_reentrant=False), or "
+            "metric='outer-product'"
+        ) from error
