@@ -27,6 +27,12 @@ class EmbeddingAdapter(Adapter):
     def square(self, a: Tensor) -> Tensor:
         return a
 
+    def rows(self, module: nn.Module, weight: Tensor) -> Tensor:
+        return weight.T
+
+    def unrows(self, module: nn.Module, rows: Tensor, shape: torch.Size) -> Tensor:
+        return rows.T
+
     def weight_grad(self, module: nn.Module, a: Tensor, g: Tensor) -> Tensor:
         assert isinstance(module, nn.Embedding)
         table = torch.zeros(module.weight.shape, dtype=g.dtype, device=g.device)
