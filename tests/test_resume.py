@@ -88,9 +88,9 @@ def assert_equal(one: object, other: object, where: str = "") -> None:
 @pytest.fixture(scope="module")
 def runs(tmp_path_factory: pytest.TempPathFactory) -> tuple[dict, dict, dict]:
     folder = tmp_path_factory.mktemp("resume")
-    whole = train(0, 90, None, folder / "whole.pt")
+    whole = train(0, 70, None, folder / "whole.pt")
     half = train(0, 41, None, folder / "half.pt")
-    return whole, half, train(41, 90, folder / "half.pt", folder / "resumed.pt")
+    return whole, half, train(41, 70, folder / "half.pt", folder / "resumed.pt")
 
 
 def test_resumed_runs_are_the_uninterrupted_ones_bit_for_bit(runs: tuple[dict, dict, dict]) -> None:
