@@ -7,7 +7,7 @@ One class a reduction.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -28,6 +28,9 @@ TIDY_EVERY = 64
 
 class DiagonalBlock:
     """Keeps ``m00`` and ``mii``; also what a layer without a bias (or with a frozen one) comes to."""
+
+    #: Bounds relative to the unit's and the layer's mean (``reductions.safeguarded``), where there are any.
+    safeguard: tuple[float, float, float] | None = None
 
     def __init__(
         self,
@@ -65,10 +68,29 @@ class DiagonalBlock:
         return self.kept(state)
 
     def accumulate_(
-        self, state: State, module: nn.Module, a: Tensor, w: Tensor, keep: float, gain: float
+        self,
+        state: State,
+        module: nn.Module,
+        a: Tensor,
+        w: Tensor,
+        keep: float,
+        gain: float | Tensor,
     ) -> None:
         """``M ← keep·M + gain·Σ w (1, a)(1, a)ᵀ``, in the entries that the reduction keeps."""
-        _adapter(module).accumulate_(module, self.kept(state), _cast(a, w), w, keep, gain)
+        adapter, into, shift = _adapter(module), self.kept(state), self._shift(state)
+        if (
+            type(adapter) is LinearAdapter
+            and isinstance(w, Tensor)
+            and kernels.accumulate_(into, a.flatten(0, -2), w.flatten(0, -2), shift, keep, gain)
+        ):
+            return
+        w, gain = _weights(w, gain, next(m.dtype for m in into if m is not None))
+        a = _cast(a, w) if shift is None else _cast(a, w) - shift
+        adapter.accumulate_(module, into, a, w, keep, gain)
+
+    def _shift(self, state: State) -> Tensor | None:
+        """The point from which the moments are measured, if it is not zero."""
+        return None if self.weight is None else state[self.weight].get("shift")
 
     def finish_update(self, state: State) -> None:
         """Count the update and, now and then, tidy the moments."""
@@ -88,8 +110,21 @@ class DiagonalBlock:
         w = [torch.empty_like(v) for v in gradients]
         if self._fused(state, gradients, Rule(eps=eps, floor=eps if floor is None else floor), w=w):
             return w
-        kept = [m for m in self.kept(state) if m is not None]
+        kept = self._bounded(state)
         return [reductions.diagonal(m, v, eps=eps, floor=floor) for m, v in zip(kept, gradients)]
+
+    def _bounded(self, state: State) -> list[Tensor]:
+        """The moments as the solve takes them."""
+        kept = [m for m in self.kept(state) if m is not None]
+        if self.safeguard is None:
+            return kept
+        unit, layer, dead = self.safeguard
+        return [
+            m + (unit * m.flatten(1).mean(1).view(-1, *[1] * (m.dim() - 1)) + layer * m.mean())
+            if m.dim() > 1
+            else m + dead * m.mean()
+            for m in kept
+        ]
 
     def descend_(self, state: State, gradients: list[Tensor], rule: Rule) -> bool:
         """Solve and step in one pass over memory, where a kernel can; else nothing happens, and ``False``."""
@@ -99,8 +134,7 @@ class DiagonalBlock:
     def _fused(
         self, state: State, gradients: Tensors, rule: Rule, **outputs: Tensors | None
     ) -> bool:
-        kept = [m for m in self.kept(state) if m is not None]
-        return kernels.diagonal(kept, gradients, rule, **outputs)
+        return kernels.diagonal(self._bounded(state), gradients, rule, **outputs)
 
 
 class QuasiDiagonalBlock(DiagonalBlock):
@@ -119,17 +153,6 @@ class QuasiDiagonalBlock(DiagonalBlock):
     def moments(self, state: State) -> Moments:
         kept, shift = self.kept(state), state[self.weight].get("shift")
         return kept if shift is None else recentre(kept, -shift)
-
-    def accumulate_(
-        self, state: State, module: nn.Module, a: Tensor, w: Tensor, keep: float, gain: float
-    ) -> None:
-        shift = state[self.weight].get("shift")
-        if isinstance(self.adapter, LinearAdapter) and kernels.accumulate_(
-            self.kept(state), a.flatten(0, -2), w.flatten(0, -2), shift, keep, gain
-        ):
-            return
-        a = _cast(a, w) if shift is None else _cast(a, w) - shift
-        super().accumulate_(state, module, a, w, keep, gain)
 
     def tidy_(self, state: State) -> None:
         m00, m0i, _ = self.kept(state)
@@ -174,11 +197,11 @@ class QuasiDiagonalBlock(DiagonalBlock):
     def _moment_rows(self, state: State) -> tuple[Tensor, Tensor, Tensor]:
         m00, m0i, mii = self.kept(state)
         assert m00 is not None and m0i is not None and mii is not None
-        return (
-            m00.reshape(-1),
-            self.adapter.rows(self.module, m0i),
-            self.adapter.rows(self.module, mii),
-        )
+        m00, m0i = m00.reshape(-1), self.adapter.rows(self.module, m0i)
+        mii = self.adapter.rows(self.module, mii)
+        if self.safeguard is not None:
+            m00, mii = reductions.safeguarded(m00, m0i, mii, *self.safeguard)
+        return m00, m0i, mii
 
     def _rows(self, pair: Tensors) -> tuple[Tensor, Tensor]:
         """A bias and a weight (or two tensors of their shapes), the weight as ``[units, inputs]``."""
@@ -205,8 +228,15 @@ class UnitwiseBlock(DiagonalBlock):
         return Moments(diagonal[:, 0], self._unrows(block[:, 0, 1:]), self._unrows(diagonal[:, 1:]))
 
     def accumulate_(
-        self, state: State, module: nn.Module, a: Tensor, w: Tensor, keep: float, gain: float
+        self,
+        state: State,
+        module: nn.Module,
+        a: Tensor,
+        w: Tensor,
+        keep: float,
+        gain: float | Tensor,
     ) -> None:
+        w, gain = _weights(w, gain, state[self.weight]["block"].dtype)
         block = _adapter(module).full_block(module, _cast(a, w), w, self.bias is not None)
         state[self.weight]["block"].mul_(keep).add_(block, alpha=gain)
 
@@ -237,6 +267,12 @@ def _adapter(module: nn.Module) -> Adapter:
 
 def _as_is(x: Tensor) -> Tensor:
     return x
+
+
+def _weights(w: Tensor, gain: float | Tensor, dtype: torch.dtype) -> tuple[Tensor, float]:
+    """The weights in the metric's precision, with a gain that only the device knows multiplied in."""
+    w = w.to(dtype)
+    return (w * gain, 1.0) if isinstance(gain, Tensor) else (w, gain)
 
 
 def _cast(a: Tensor, w: Tensor) -> Tensor:

@@ -7,7 +7,7 @@ Fisher matrix of the output (exact), its diagonal (backpropagated), and its quad
 ==================  =============================================  ======================================
 model               Fisher matrix of the output                    vectors
 ==================  =============================================  ======================================
-categorical         :math:`\mathrm{diag}(p) - p p^⊤` on logits     :math:`\sqrt{p_k}(p - e_k)`
+categorical         :math:`\mathrm{diag}(p) - p p^⊤` on logits     columns of its Cholesky factor
 Gaussian            :math:`\mathrm{diag}(1/σ^2)`                   :math:`e_k/σ_k`
 Bernoulli           :math:`\mathrm{diag}(y(1-y))` on logits        :math:`\sqrt{y_k(1-y_k)}\, e_k`
 ==================  =============================================  ======================================
@@ -123,10 +123,14 @@ class Categorical(OutputModel):
         return torch.multinomial(p, 1, generator=generator).reshape(output.shape[:-1])
 
     def vectors(self, output: Tensor) -> Tensor:
+        # The columns of the Cholesky factor, one fewer than classes: the rank. Each class against those after it.
         p = output.softmax(-1)
-        k = p.shape[-1]
-        basis = torch.eye(k, dtype=p.dtype, device=p.device).view(k, *[1] * (p.dim() - 1), k)
-        return p.movedim(-1, 0).unsqueeze(-1).sqrt() * (p - basis)
+        tails = p.flip(-1).cumsum(-1).flip(-1).clamp_min(torch.finfo(p.dtype).tiny)
+        after = tails[..., 1:]
+        root = (p[..., :-1] * after / tails[..., :-1]).sqrt()
+        vectors = (-p.unsqueeze(-2) / after.unsqueeze(-1)).triu(1)
+        vectors.diagonal(dim1=-2, dim2=-1).fill_(1.0)
+        return (root.unsqueeze(-1) * vectors).movedim(-2, 0)
 
     def fisher(self, output: Tensor) -> Tensor:
         p = output.softmax(-1)

@@ -41,7 +41,7 @@ def oracle(b: dict[str, Tensor], eps: float, floor: float, shifted: bool) -> tup
 
 
 @pytest.mark.parametrize("shifted", [True, False])
-@pytest.mark.parametrize("eps, floor", [(1e-4, 1e-4), (1e-4, 0.0), (1e-3, 0.05)])
+@pytest.mark.parametrize(("eps", "floor"), [(1e-4, 1e-4), (1e-4, 0.0), (1e-3, 0.05)])
 def test_quasi_diagonal_solve(shifted: bool, eps: float, floor: float) -> None:
     b = block(shifted=shifted)
     w = (torch.full((ROWS,), torch.nan), torch.full((ROWS, N), torch.nan))
@@ -79,7 +79,7 @@ def test_quasi_diagonal_gives_no_step_where_nothing_varies() -> None:
     assert (w[1][5] == 0).all() and w[0][5] == 0
 
 
-@pytest.mark.parametrize("eps, floor", [(1e-8, 1e-8), (0.0, 0.0), (1e-3, 0.3)])
+@pytest.mark.parametrize(("eps", "floor"), [(1e-8, 1e-8), (0.0, 0.0), (1e-3, 0.3)])
 def test_diagonal(eps: float, floor: float) -> None:
     m = torch.rand(200, 99)
     m[7] = 0.0
@@ -102,7 +102,7 @@ def test_square_flushes_adds_and_lets_nan_through() -> None:
     assert got is not None
     torch.testing.assert_close(got, want, equal_nan=True)
     assert got[0, 0] == got[0, 1] == 0 and got[0, 2].isnan()
-    twice = native.square(delta, 3.0, add_to=got)
+    twice = native.square(delta, 3.0, onto=got)
     assert twice is got
     torch.testing.assert_close(twice, 2 * want, equal_nan=True)
 

@@ -1,8 +1,8 @@
 """Fast twins of the elementwise work: one pass over memory where eager PyTorch makes a dozen.
 
-``native`` compiles a page of C for the CPU, ``fused`` holds the Triton kernels for a GPU. Both are optional. Every
-function here returns ``False`` (or ``None``) where no kernel applies, having done nothing; the eager code beside each
-call is then used, and is the oracle that the kernels are tested against.
+``native`` compiles a page of C for the CPU, ``fused`` holds the Triton kernels for a GPU. Both are optional. A function
+here that returns ``False`` had no kernel to use and has done nothing; the eager code beside the call is then used, and
+is the oracle that the kernels are tested against.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from quasidiag import moments
-from quasidiag.kernels import native
+from quasidiag.kernels import gpu, native
 from quasidiag.kernels.rule import Rule
 from quasidiag.moments import Moments
 
@@ -31,22 +31,28 @@ def quasi_diagonal(
     **outputs: Tensors | None,
 ) -> bool:
     """``reductions.quasi_diagonal`` and what follows it: into ``w``, or through ``buffers`` into ``thetas``."""
-    return native.quasi_diagonal(m00, m0i, mii, v0, vi, shift, rule, **outputs)
+    backend = gpu if mii.is_cuda else native
+    return backend.quasi_diagonal(m00, m0i, mii, v0, vi, shift, rule, **outputs)
 
 
 def diagonal(moments: Tensors, gradients: Tensors, rule: Rule, **outputs: Tensors | None) -> bool:
     """``reductions.diagonal`` and what follows it, for several parameters."""
-    return native.diagonal(moments, gradients, rule, **outputs)
+    backend = gpu if moments[0].is_cuda else native
+    return backend.diagonal(moments, gradients, rule, **outputs)
 
 
 def accumulate_(
-    into: Moments, a: Tensor, w: Tensor, shift: Tensor | None, keep: float, gain: float
+    into: Moments, a: Tensor, w: Tensor, shift: Tensor | None, keep: float, gain: float | Tensor
 ) -> bool:
     """``into ← keep·into + gain·moments(a - shift, w)`` of a dense layer, ``a: [rows, in]``, ``w: [rows, out]``."""
     if into.mii is None:
         return False
-    if (pair := native.centre(a, shift if into.m0i is not None else None)) is None:
+    if a.is_cuda:
+        return gpu.accumulate_(into, a, w, shift, keep, gain)
+    if w.dtype != into.mii.dtype or (pair := native.centre(a, shift)) is None:
         return False
+    if isinstance(gain, Tensor):
+        w, gain = w * gain, 1.0
     if into.m00 is not None:
         into.m00.mul_(keep).add_(w.sum(0), alpha=gain)
     if into.m0i is not None:
@@ -57,7 +63,8 @@ def accumulate_(
 
 def square(delta: Tensor, scale: float | Tensor = 1.0, onto: Tensor | None = None) -> Tensor:
     """``(scale·delta)²`` as ``moments.square`` has it, added ``onto`` what is there already."""
-    if delta.device.type == "cpu" and (w := native.square(delta, float(scale), onto)) is not None:
+    backend = gpu if delta.is_cuda else native
+    if (w := backend.square(delta, scale, onto)) is not None:
         return w
     dtype = torch.promote_types(delta.dtype, torch.float32)
     w = moments.square(delta.to(dtype) * scale, dtype)

@@ -152,18 +152,18 @@ def diagonal(
     return True
 
 
-def square(delta: Tensor, scale: float = 1.0, add_to: Tensor | None = None) -> Tensor | None:
+def square(delta: Tensor, scale: float | Tensor = 1.0, onto: Tensor | None = None) -> Tensor | None:
     """``(scale·delta)²`` as ``moments.square`` has it, or added to what is there already."""
-    if not usable(delta.numel(), delta, add_to):
+    if not usable(delta.numel(), delta, onto):
         return None
-    out = torch.empty_like(delta) if add_to is None else add_to
+    out = torch.empty_like(delta) if onto is None else onto
     _call(
         "qd_square",
         ctypes.c_int64(delta.numel()),
         _pointer(delta),
-        ctypes.c_float(scale),
+        ctypes.c_float(float(scale)),
         ctypes.c_float(smallest(delta.dtype)),
-        ctypes.c_int(add_to is not None),
+        ctypes.c_int(onto is not None),
         _pointer(out),
     )
     return out

@@ -1,0 +1,298 @@
+# mypy: disable-error-code="no-untyped-def"
+# ruff: noqa: SIM108 (a branch that is taken when the kernel is compiled)
+"""The work of a step on a GPU, each part in one pass over memory: Triton kernels and their launchers.
+
+Imported only where Triton is (``kernels.gpu`` asks). Arithmetic is in float32 throughout; the products of
+half-precision activities are taken by the tensor cores with float32 sums. Nothing waits for the device, so a step can
+be captured in a CUDA graph. Under ``TRITON_INTERPRET=1`` the kernels run on a CPU, which is how they are tested
+without a GPU.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from quasidiag.kernels.rule import Rule
+from quasidiag.moments import Moments, smallest
+
+
+@triton.jit
+def _apply(
+    w, offsets, mask, buffer, theta, lr, decay, momentum, BUFFER: tl.constexpr, THETA: tl.constexpr
+):
+    """``buffer ← momentum·buffer + w``, ``θ ← decay·θ - lr·buffer``."""
+    if BUFFER:
+        w += momentum * tl.load(buffer + offsets, mask=mask, other=0.0).to(tl.float32)
+        tl.store(buffer + offsets, w, mask=mask)
+    if THETA:
+        old = tl.load(theta + offsets, mask=mask, other=0.0).to(tl.float32)
+        tl.store(theta + offsets, decay * old - lr * w, mask=mask)
+
+
+@triton.jit
+def _quasi_diagonal(
+    m00, m0i, mii, v0, vi, shift, n, lr, decay, momentum, eps, floor, scale, unit,
+    w0, wi, buffer0, bufferi, theta0, thetai,
+    SHIFT: tl.constexpr, W: tl.constexpr, BUFFER: tl.constexpr, THETA: tl.constexpr,
+    LR_TENSOR: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """One unit: reductions.quasi_diagonal, then the step. The weights need no row sum, the bias needs theirs."""
+    k = tl.program_id(0)
+    start = k.to(tl.int64) * n
+    if LR_TENSOR:
+        rate = tl.load(lr).to(tl.float32)
+    else:
+        rate = lr
+    zeroth = tl.load(m00 + k)
+    d0 = zeroth + eps
+    inverse0 = tl.where(d0 > 0, 1.0 / d0, 0.0)
+    g0 = scale * tl.load(v0 + k).to(tl.float32)
+    total = tl.zeros([BLOCK], tl.float32)
+    for i in range(0, n, BLOCK):
+        column = i + tl.arange(0, BLOCK)
+        mask = column < n
+        offsets = start + column
+        row = tl.load(m0i + offsets, mask=mask, other=0.0)
+        second = tl.load(mii + offsets, mask=mask, other=0.0)
+        centred = scale * tl.load(vi + offsets, mask=mask, other=0.0).to(tl.float32)
+        diagonal = second + eps
+        if SHIFT:
+            c = tl.load(shift + column, mask=mask, other=0.0)
+            row -= eps * c
+            diagonal += eps * c * c
+            centred -= c * g0
+        mu = row * inverse0
+        variance = diagonal - mu * row
+        alive = (variance > unit * diagonal) & mask
+        if SHIFT:
+            alive = alive & (second > zeroth * (unit * c) * (unit * c))
+        least = tl.maximum(variance, floor * inverse0)
+        w = tl.where(alive, (centred - mu * g0) / tl.where(alive, least, 1.0), 0.0)
+        if SHIFT:
+            total += (row + d0 * c) * w
+        else:
+            total += row * w
+        if W:
+            tl.store(wi + offsets, w, mask=mask)
+        _apply(w, offsets, mask, bufferi, thetai, rate, decay, momentum, BUFFER, THETA)
+    bias = (g0 - tl.sum(total, 0)) * inverse0
+    if W:
+        tl.store(w0 + k, bias)
+    _apply(bias, k, k >= 0, buffer0, theta0, rate, decay, momentum, BUFFER, THETA)
+
+
+@triton.jit
+def _diagonal(
+    m, v, n, lr, decay, momentum, eps, floor, scale, w_out, buffer, theta,
+    W: tl.constexpr, BUFFER: tl.constexpr, THETA: tl.constexpr, LR_TENSOR: tl.constexpr,
+    BLOCK: tl.constexpr,
+):  # fmt: skip
+    """reductions.diagonal, then the step."""
+    offsets = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    mask = offsets < n
+    if LR_TENSOR:
+        rate = tl.load(lr).to(tl.float32)
+    else:
+        rate = lr
+    d = tl.maximum(tl.load(m + offsets, mask=mask, other=0.0) + eps, floor)
+    g = scale * tl.load(v + offsets, mask=mask, other=0.0).to(tl.float32)
+    w = tl.where(d > 0, g / tl.where(d > 0, d, 1.0), 0.0)
+    if W:
+        tl.store(w_out + offsets, w, mask=mask)
+    _apply(w, offsets, mask, buffer, theta, rate, decay, momentum, BUFFER, THETA)
+
+
+@triton.jit
+def _square(
+    delta, scale, least, out, n, SCALE_TENSOR: tl.constexpr, ADD: tl.constexpr, BLOCK: tl.constexpr
+):
+    """moments.square."""
+    offsets = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    mask = offsets < n
+    if SCALE_TENSOR:
+        factor = tl.load(scale).to(tl.float32)
+    else:
+        factor = scale
+    d = factor * tl.load(delta + offsets, mask=mask, other=0.0).to(tl.float32)
+    w = tl.where(d * d < least, 0.0, d * d)
+    if ADD:
+        w += tl.load(out + offsets, mask=mask, other=0.0).to(tl.float32)
+    tl.store(out + offsets, w, mask=mask)
+
+
+@triton.jit
+def _products(
+    a, w, shift, m0i, mii, rows, n, units, keep, gain,
+    SHIFT: tl.constexpr, M0I: tl.constexpr, GAIN_TENSOR: tl.constexpr, PRECISION: tl.constexpr,
+    UNITS: tl.constexpr, INPUTS: tl.constexpr, ROWS: tl.constexpr, GROUP: tl.constexpr,
+):  # fmt: skip
+    """Both products of a tile of moments: ``a`` and ``w`` are read once, ``a`` squared on the way."""
+    pid = tl.program_id(0)
+    across, down = tl.cdiv(n, INPUTS), tl.cdiv(units, UNITS)
+    # Neighbouring programs share columns of w and a, so that these stay in the L2 cache.
+    group = pid // (GROUP * across)
+    height = tl.minimum(down - group * GROUP, GROUP)
+    unit_tile = group * GROUP + (pid % (GROUP * across)) % height
+    input_tile = (pid % (GROUP * across)) // height
+    u = unit_tile * UNITS + tl.arange(0, UNITS)
+    i = input_tile * INPUTS + tl.arange(0, INPUTS)
+    s = tl.arange(0, ROWS)
+    if SHIFT:
+        c = tl.load(shift + i, mask=i < n, other=0.0)[None, :]
+    first = tl.zeros([UNITS, INPUTS], tl.float32)
+    second = tl.zeros([UNITS, INPUTS], tl.float32)
+    for start in range(0, rows, ROWS):
+        there = (start + s < rows)[:, None]
+        at = (start + s).to(tl.int64)[:, None]
+        weights = tl.load(w + at * units + u[None, :], mask=there & (u < units)[None, :], other=0.0)
+        x = tl.load(a + at * n + i[None, :], mask=there & (i < n)[None, :], other=0.0)
+        if SHIFT:
+            x = (x.to(tl.float32) - c).to(weights.dtype)
+        square = (x.to(tl.float32) * x.to(tl.float32)).to(weights.dtype)
+        turned = tl.trans(weights)
+        if M0I:
+            first = tl.dot(turned, x.to(weights.dtype), first, input_precision=PRECISION)
+        second = tl.dot(turned, square, second, input_precision=PRECISION)
+    if GAIN_TENSOR:
+        factor = tl.load(gain).to(tl.float32)
+    else:
+        factor = gain
+    offsets = u.to(tl.int64)[:, None] * n + i[None, :]
+    mask = (u < units)[:, None] & (i < n)[None, :]
+    if M0I:
+        old = tl.load(m0i + offsets, mask=mask, other=0.0)
+        tl.store(m0i + offsets, keep * old + factor * first, mask=mask)
+    old = tl.load(mii + offsets, mask=mask, other=0.0)
+    tl.store(mii + offsets, keep * old + factor * second, mask=mask)
+
+
+@triton.jit
+def _bias(
+    w, m00, rows, units, keep, gain, GAIN_TENSOR: tl.constexpr, UNITS: tl.constexpr,
+    ROWS: tl.constexpr,
+):  # fmt: skip
+    """``m00 ← keep·m00 + gain·Σ w``."""
+    u = tl.program_id(0) * UNITS + tl.arange(0, UNITS)
+    s = tl.arange(0, ROWS)
+    total = tl.zeros([ROWS, UNITS], tl.float32)
+    for start in range(0, rows, ROWS):
+        at = (start + s).to(tl.int64)[:, None]
+        mask = (start + s < rows)[:, None] & (u < units)[None, :]
+        total += tl.load(w + at * units + u[None, :], mask=mask, other=0.0).to(tl.float32)
+    if GAIN_TENSOR:
+        factor = tl.load(gain).to(tl.float32)
+    else:
+        factor = gain
+    old = tl.load(m00 + u, mask=u < units, other=0.0)
+    tl.store(m00 + u, keep * old + factor * tl.sum(total, 0), mask=u < units)
+
+
+def quasi_diagonal(
+    m00: Tensor,
+    m0i: Tensor,
+    mii: Tensor,
+    v0: Tensor,
+    vi: Tensor,
+    shift: Tensor | None,
+    rule: Rule,
+    w: Sequence[Tensor] | None,
+    buffers: Sequence[Tensor] | None,
+    thetas: Sequence[Tensor] | None,
+) -> None:
+    """Solve (``reductions.quasi_diagonal``) and, with what is given, write ``w``, follow momentum and step."""
+    rows, n = mii.shape
+    block = min(triton.next_power_of_2(n), 2048)
+    outputs = [t for pair in (w, buffers, thetas) for t in (pair or (m00, m00))]
+    with _on(mii):
+        _quasi_diagonal[(rows,)](
+            *(m00, m0i, mii, v0, vi, m00 if shift is None else shift, n, *_numbers(rule)),
+            *(8 * torch.finfo(torch.float32).eps, *outputs),
+            SHIFT=shift is not None,
+            W=w is not None,
+            BUFFER=buffers is not None,
+            THETA=thetas is not None,
+            LR_TENSOR=isinstance(rule.lr, Tensor),
+            BLOCK=block,
+            num_warps=max(1, min(8, block // 256)),
+        )
+
+
+def diagonal(
+    moments: Sequence[Tensor],
+    gradients: Sequence[Tensor],
+    rule: Rule,
+    w: Sequence[Tensor] | None,
+    buffers: Sequence[Tensor] | None,
+    thetas: Sequence[Tensor] | None,
+) -> None:
+    """The same for the diagonal reduction of several parameters."""
+    lists = [moments, gradients, *(x or moments for x in (w, buffers, thetas))]
+    for m, v, *outputs in zip(*lists):
+        with _on(m):
+            _diagonal[(triton.cdiv(m.numel(), 1024),)](
+                *(m, v, m.numel(), *_numbers(rule), *outputs),
+                W=w is not None,
+                BUFFER=buffers is not None,
+                THETA=thetas is not None,
+                LR_TENSOR=isinstance(rule.lr, Tensor),
+                BLOCK=1024,
+            )
+
+
+def square(delta: Tensor, scale: float | Tensor, onto: Tensor | None) -> Tensor:
+    """``(scale·delta)²``; of half-precision derivatives in bfloat16, which has float32's range."""
+    half = delta.dtype in (torch.float16, torch.bfloat16)
+    dtype = torch.bfloat16 if half else torch.float32
+    out = torch.empty_like(delta, dtype=dtype) if onto is None else onto
+    with _on(delta):
+        _square[(triton.cdiv(delta.numel(), 2048),)](
+            *(delta, scale, smallest(torch.float32), out, delta.numel()),
+            SCALE_TENSOR=isinstance(scale, Tensor),
+            ADD=onto is not None,
+            BLOCK=2048,
+        )
+    return out
+
+
+def accumulate_(
+    into: Moments, a: Tensor, w: Tensor, shift: Tensor | None, keep: float, gain: float | Tensor
+) -> None:
+    """``into ← keep·into + gain·moments(a - shift, w)`` of a dense layer."""
+    (rows, n), units = a.shape, w.shape[1]
+    tensor = isinstance(gain, Tensor)
+    assert into.mii is not None
+    large = units * n >= 2**20
+    tile = (128, 128, 64, 8) if large else (64, 64, 64, 4)
+    grid = (triton.cdiv(units, tile[0]) * triton.cdiv(n, tile[1]),)
+    with _on(a):
+        _products[grid](
+            *(a, w, a if shift is None else shift, into.m0i, into.mii, rows, n, units, keep, gain),
+            SHIFT=shift is not None,
+            M0I=into.m0i is not None,
+            GAIN_TENSOR=tensor,
+            PRECISION="tf32",
+            UNITS=tile[0],
+            INPUTS=tile[1],
+            ROWS=tile[2] if a.dtype != torch.float32 else tile[2] // 2,
+            GROUP=8,
+            num_warps=tile[3],
+            num_stages=3,
+        )
+        if into.m00 is not None:
+            _bias[(triton.cdiv(units, 32),)](
+                *(w, into.m00, rows, units, keep, gain), GAIN_TENSOR=tensor, UNITS=32, ROWS=64
+            )
+
+
+def _numbers(rule: Rule) -> tuple[float | Tensor, ...]:
+    return tuple(rule)
+
+
+def _on(tensor: Tensor) -> torch.cuda.device:
+    """Launch where the numbers are (on a CPU, under the interpreter, nothing changes)."""
+    return torch.cuda.device(tensor.device.index if tensor.is_cuda else -1)

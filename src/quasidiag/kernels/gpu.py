@@ -1,0 +1,107 @@
+"""Which calls the Triton kernels take: plain, dense numbers on a CUDA device, where Triton is installed."""
+
+from __future__ import annotations
+
+import functools
+import os
+from collections.abc import Sequence
+from types import ModuleType
+
+import torch
+from torch import Tensor
+
+from quasidiag.kernels.rule import Rule
+from quasidiag.moments import Moments
+
+_HALVES = (torch.float16, torch.bfloat16)
+
+
+@functools.cache
+def fused() -> ModuleType | None:
+    """The kernels, or ``None`` where they cannot be had; ``QUASIDIAG_TRITON=0`` turns them off."""
+    if os.environ.get("QUASIDIAG_TRITON", "1") == "0":
+        return None
+    try:
+        from quasidiag.kernels import fused as module
+    except ImportError:
+        return None
+    return module
+
+
+def usable(*tensors: Tensor | None, dtypes: tuple[torch.dtype, ...] = (torch.float32,)) -> bool:
+    """Whether the kernels can read and write these."""
+    for t in tensors:
+        if t is not None and not (
+            type(t) in (Tensor, torch.nn.Parameter)
+            and t.dtype in dtypes
+            and (t.is_cuda or interpreted())
+            and t.is_contiguous()
+            and t.numel()
+        ):
+            return False
+    return not torch.compiler.is_compiling() and fused() is not None
+
+
+def interpreted() -> bool:
+    """Whether Triton runs on the CPU, to be tested there."""
+    return os.environ.get("TRITON_INTERPRET", "0") == "1"
+
+
+def quasi_diagonal(
+    m00: Tensor,
+    m0i: Tensor,
+    mii: Tensor,
+    v0: Tensor,
+    vi: Tensor,
+    shift: Tensor | None,
+    rule: Rule,
+    *,
+    w: Sequence[Tensor] | None = None,
+    buffers: Sequence[Tensor] | None = None,
+    thetas: Sequence[Tensor] | None = None,
+) -> bool:
+    """See ``native.quasi_diagonal``. Gradients and parameters may be in half precision."""
+    free = [v0, vi, *(thetas or ())]
+    if not (usable(m00, m0i, mii, shift, *(w or ()), *(buffers or ())) and _floats(free)):
+        return False
+    fused().quasi_diagonal(m00, m0i, mii, v0, vi, shift, rule, w, buffers, thetas)  # type: ignore[union-attr]
+    return True
+
+
+def diagonal(
+    moments: Sequence[Tensor],
+    gradients: Sequence[Tensor],
+    rule: Rule,
+    *,
+    w: Sequence[Tensor] | None = None,
+    buffers: Sequence[Tensor] | None = None,
+    thetas: Sequence[Tensor] | None = None,
+) -> bool:
+    """See ``native.diagonal``."""
+    free = [*gradients, *(thetas or ())]
+    if not (usable(*moments, *(w or ()), *(buffers or ())) and _floats(free)):
+        return False
+    fused().diagonal(moments, gradients, rule, w, buffers, thetas)  # type: ignore[union-attr]
+    return True
+
+
+def square(delta: Tensor, scale: float | Tensor, onto: Tensor | None = None) -> Tensor | None:
+    """See ``native.square``."""
+    if not (_floats([delta]) and (onto is None or _floats([onto]))):
+        return None
+    return fused().square(delta, scale, onto)  # type: ignore[union-attr]
+
+
+def accumulate_(
+    into: Moments, a: Tensor, w: Tensor, shift: Tensor | None, keep: float, gain: float | Tensor
+) -> bool:
+    """See ``kernels.accumulate_``: half-precision activities with bfloat16 weights, or float32 with float32."""
+    same = a.dtype == w.dtype == torch.float32 or (a.dtype in _HALVES and w.dtype == torch.bfloat16)
+    if not (same and _floats([a, w]) and usable(*into, shift)):
+        return False
+    fused().accumulate_(into, a, w, shift, keep, gain)  # type: ignore[union-attr]
+    return True
+
+
+def _floats(tensors: Sequence[Tensor]) -> bool:
+    return usable(*tensors, dtypes=(torch.float32, *_HALVES))
