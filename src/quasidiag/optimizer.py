@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable, Collection, Iterator
-from typing import Any
+from dataclasses import asdict
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from quasidiag import distributed, placeholder, validate
+from quasidiag.auto import QuadraticModel, Report
 from quasidiag.blocks import REDUCTIONS, DiagonalBlock
 from quasidiag.collect import Collector, LossScale
 from quasidiag.kernels.rule import Rule
@@ -18,6 +20,7 @@ from quasidiag.metrics import METRICS
 from quasidiag.moments import Moments
 from quasidiag.outputs import OutputModel
 from quasidiag.probe import Hook
+from quasidiag.replay import Replay
 from quasidiag.sharding import is_sharded, like, local, rows_of
 from quasidiag.sharing import SHARINGS
 from quasidiag.sums import SUMS, Sums, dtype_of
@@ -25,6 +28,25 @@ from quasidiag.units import find_units
 
 #: Of what ``state_dict()`` holds. 0 had no version, no shift and no count of steps.
 VERSION = 1
+
+
+class Defaults(NamedTuple):
+    """What an argument that is not given means, by the kind of step."""
+
+    lr: float
+    gamma: float
+    eps: float
+    metric_start: str | int
+
+
+#: ``fixed`` is the paper's. With ``auto`` the ``lr`` is a factor, the metric starts as a plain average, and what keeps
+#: the solve away from zero is relative.
+DEFAULTS = {
+    "fixed": Defaults(lr=1e-2, gamma=0.01, eps=1e-8, metric_start="first"),
+    "auto": Defaults(lr=1.0, gamma=0.02, eps=0.0, metric_start=1_000_000),
+}
+#: Of each unit's mean variance, of its layer's, and of the layer's mean ``m00`` (``reductions.safeguarded``).
+SAFEGUARD = (0.1, 0.01, 0.1)
 
 
 class Riemannian(Optimizer):
@@ -48,11 +70,13 @@ class Riemannian(Optimizer):
         model: the model to train. Its layers are watched while it is in training mode.
         criterion: an output model (:mod:`quasidiag.outputs`). The outer product metric needs none, and then takes any
             loss that is a mean (or sum, see ``loss_reduction``) over the batch.
-        lr: the step size :math:`η`, a number or a tensor.
+        lr: the step size :math:`η`, a number or a tensor. Without one the step is ``"auto"``.
+        step: ``"fixed"``, or ``"auto"``: length and momentum come from the exact quadratic model of the loss
+            (:mod:`quasidiag.auto`), nothing needs tuning, and ``lr`` is a factor of 1 that schedulers may lower.
         metric: ``"outer-product"``, ``"monte-carlo"``, ``"exact"`` or ``"backpropagated"``.
         reduction: ``"quasi-diagonal"``, ``"diagonal"`` or ``"unitwise"``.
-        gamma: the weight of each new minibatch in the moving average.
-        eps: added to the metric's diagonal.
+        gamma: the weight of each new minibatch in the moving average: 0.01, or 0.02 with ``step="auto"``.
+        eps: added to the metric's diagonal: 1e-8, or 0 with ``step="auto"``, which has relative safeguards instead.
         floor: a lower bound on the solve's denominator; ``None`` means ``eps``, as in the paper, ``0.0`` none.
         samples: targets drawn per sample, for the Monte Carlo metric.
         momentum: of the Riemannian gradient, as in ``torch.optim.SGD``.
@@ -61,12 +85,14 @@ class Riemannian(Optimizer):
         params: param groups as in ``torch.optim``, each with its own ``lr``, ``gamma``, ``eps``, ``floor``,
             ``momentum``, ``weight_decay``; by default all that is trainable in the model and the criterion.
         metric_start: ``"first"`` sets the metric by the first minibatch, an integer averages that many
-            (:math:`γ_t = \max(γ, 1/(t+1))`), ``"identity"`` starts at the identity matrix.
+            (:math:`γ_t = \max(γ, 1/(t+1))`), ``"identity"`` starts at the identity matrix. By default ``"first"``, or
+            a plain average of as many as there are with ``step="auto"``.
         metric_every: update the metric every so many steps.
         sharing: what a layer that is applied at several positions of a sample counts (:mod:`quasidiag.sharing`):
             ``"expand"`` each position as one more occurrence, ``"exact"`` the gradient of the whole sample,
             ``"reduce"`` one position with the average activity.
         metric_fraction: the share of each minibatch that enters the metric.
+        step_fraction: the share of each minibatch on which ``step="auto"`` measures its quadratic model.
         loss_reduction: ``"mean"`` or ``"sum"``; what the loss does over the batch, where there is no criterion.
         loss_scale: what the loss is multiplied by before its backward pass, where there is no criterion to see it: a
             number, or a function such as ``torch.amp.GradScaler.get_scale``.
@@ -88,10 +114,11 @@ class Riemannian(Optimizer):
         criterion: OutputModel | None = None,
         *,
         lr: float | Tensor | None = None,
+        step: str | None = None,
         metric: str = "outer-product",
         reduction: str = "quasi-diagonal",
-        gamma: float = 0.01,
-        eps: float = 1e-8,
+        gamma: float | None = None,
+        eps: float | None = None,
         floor: float | None = None,
         samples: int = 1,
         sharing: str = "expand",
@@ -99,9 +126,10 @@ class Riemannian(Optimizer):
         weight_decay: float = 0.0,
         maximize: bool = False,
         params: Any = None,
-        metric_start: str | int = "first",
+        metric_start: str | int | None = None,
         metric_every: int = 1,
         metric_fraction: float = 1.0,
+        step_fraction: float = 0.2,
         loss_reduction: str = "mean",
         loss_scale: LossScale = 1.0,
         seed: int = 0,
@@ -109,7 +137,13 @@ class Riemannian(Optimizer):
         capturable: bool = False,
         process_group: Any = "auto",
     ) -> None:
-        lr = 1e-2 if lr is None else lr
+        step = step or ("auto" if lr is None else "fixed")
+        validate.one_of("step", step, DEFAULTS)
+        preset = DEFAULTS[step]
+        lr = preset.lr if lr is None else lr
+        gamma = preset.gamma if gamma is None else gamma
+        eps = preset.eps if eps is None else eps
+        metric_start = preset.metric_start if metric_start is None else metric_start
         validate.one_of("metric", metric, METRICS)
         validate.one_of("reduction", reduction, REDUCTIONS)
         validate.one_of("loss_reduction", loss_reduction, ("mean", "sum"))
@@ -125,9 +159,13 @@ class Riemannian(Optimizer):
             raise ValueError(
                 "the backpropagated metric has no derivatives to sum: it needs sharing='expand'"
             )
-        if not 0 < metric_fraction <= 1:
-            raise ValueError(f"metric_fraction must be in (0, 1], not {metric_fraction}")
+        validate.fraction("metric_fraction", metric_fraction)
+        validate.fraction("step_fraction", step_fraction)
         validate.criterion(criterion, metric, loss_reduction)
+        if step == "auto":
+            validate.auto(model, criterion, momentum, weight_decay, capturable)
+        self.auto = Report() if step == "auto" else None
+        self.step_fraction = step_fraction
         self.model, self.criterion = model, criterion
         self.metric, self.reduction, self.metric_start = metric, reduction, metric_start
         self.metric_every, self.nonfinite, self.capturable = metric_every, nonfinite, capturable
@@ -164,6 +202,11 @@ class Riemannian(Optimizer):
             Hook(self._before_pass),
         )
         self._watch()
+        self._model = None
+        if self.auto is not None:
+            assert self.criterion is not None
+            replay = Replay(self.model, self.criterion)
+            self._model = QuadraticModel(replay, self.step_fraction, self.auto)
         self._count(self.steps)
 
     def _find(self) -> None:
@@ -173,6 +216,7 @@ class Riemannian(Optimizer):
         self._blocks, self._owner = self._units.blocks, self._units.owner
         for block in self._blocks:
             validate.one_device(block)
+            block.safeguard = SAFEGUARD if self.auto is not None else None
         covered = {p for block in self._blocks for p in block.parameters}
         if self.criterion is not None:
             covered |= set(self.criterion.parameter_fisher())
@@ -245,9 +289,12 @@ class Riemannian(Optimizer):
         with self._full_precision():
             if self._ready():
                 self._update_metric()
-                done = {block for block in self._blocks if self._descend_(block)}
-                for parameter, w in self._directions(done):
-                    self._apply_(parameter, w)
+                if self._model is not None:
+                    self._descend_by_model_(self._model)
+                else:
+                    done = {block for block in self._blocks if self._descend_(block)}
+                    for parameter, w in self._directions(done):
+                        self._apply_(parameter, w)
                 if self.criterion is not None:
                     self.criterion.project_()
         self._forget()
@@ -308,6 +355,8 @@ class Riemannian(Optimizer):
     def close(self) -> None:
         """Leave the model: no hook stays behind. The state can still be read and saved."""
         self._collector.close()
+        if self._model is not None:
+            self._model.replay.close()
 
     def __enter__(self) -> Riemannian:
         return self
@@ -395,12 +444,8 @@ class Riemannian(Optimizer):
             block = self._owner[module]
             self._start(block, a)
             gamma = self._gamma(block)
-            w, gain = w.to(dtype_of(block, self.state)), gamma
-            if isinstance(factor, Tensor):
-                w = w * factor
-            else:
-                gain = gamma * factor
-            block.accumulate_(self.state, module, a, w, 1.0 if block in fresh else 1 - gamma, gain)
+            keep = 1.0 if block in fresh else 1 - gamma
+            block.accumulate_(self.state, module, a, w, keep, gamma * factor)
             fresh.add(block)
         for block in self._sums:
             self._start(block, self._sums.centre(block))
@@ -427,7 +472,9 @@ class Riemannian(Optimizer):
         gradients = [local(p.grad) for p in block.parameters if p.grad is not None]
         one_group = all(self._group[p] is group for p in block.parameters)
         summed = self.criterion is None and self.loss_reduction == "sum"
-        if len(gradients) < len(block.parameters) or not one_group or isinstance(total, Tensor):
+        if len(gradients) < len(block.parameters) or not one_group:
+            return False
+        if summed and isinstance(total, Tensor):
             return False
         lr, decay, eps = group["lr"], group["weight_decay"], group["eps"]
         if isinstance(lr, Tensor) and decay:
@@ -443,10 +490,39 @@ class Riemannian(Optimizer):
             momentum=group["momentum"],
             eps=eps,
             floor=eps if group["floor"] is None else group["floor"],
-            scale=(-1.0 if group["maximize"] else 1.0) / (total if summed else 1),
+            scale=(-1.0 if group["maximize"] else 1.0) / (float(total) if summed else 1.0),
         )
         rows, state = rows_of(block, self.state)
         return rows.descend_(state, gradients, rule)
+
+    def _descend_by_model_(self, model: QuadraticModel) -> None:
+        r""":math:`θ ← θ - α d + μ δ_-`, the coefficients from the quadratic model (:mod:`quasidiag.auto`)."""
+        if not model.replay.ready:
+            raise RuntimeError(
+                "step='auto' saw no loss: compute it with the criterion that the optimizer was given"
+            )
+        ranks = None if self._exchange is None else self._exchange.group
+        factor = max(float(group["lr"]) for group in self.param_groups)
+        direction = dict(self._directions())
+        for p, w in direction.items():
+            if (
+                self._group[p]["lr"] != factor
+            ):  # relative to the largest, which the model is told of
+                w.mul_(self._group[p]["lr"] / factor if factor else 0.0)
+        gradient = {p: self._gradient(p) for p in direction}
+        if "update" in self.state[next(iter(direction))]:
+            updates = {p: self.state[p].get("update") for p in direction}
+            previous = {
+                p: torch.zeros_like(direction[p]) if u is None else u for p, u in updates.items()
+            }
+        else:
+            previous = {}
+        alpha, mu = model.step(gradient, direction, previous, factor, ranks)
+        for p, w in direction.items():
+            update = w.mul_(alpha).add_(previous[p], alpha=mu) if previous else w.mul_(alpha)
+            self.state[p]["update"] = update
+            p.add_(update.to(p.dtype))
+        model.look(ranks)
 
     def _directions(
         self, without: Collection[DiagonalBlock] = ()
@@ -511,6 +587,8 @@ class Riemannian(Optimizer):
         """No reference to the batch survives the step."""
         self._sums.clear()
         self._collector.clear()
+        if self._model is not None:
+            self._model.replay.clear()
         self._count(self.steps + 1)
 
     def _count(self, steps: int) -> None:
@@ -532,6 +610,7 @@ class Riemannian(Optimizer):
             **super().state_dict(),
             "version": VERSION,
             "steps": self.steps,
+            "auto": None if self.auto is None else asdict(self.auto),
             "generator": None if generator is None else generator.get_state(),
         }
 
@@ -551,6 +630,8 @@ class Riemannian(Optimizer):
         self._group = {p: group for group in self.param_groups for p in group["params"]}
         self._complete()
         self._restart()
+        if self.auto is not None and state_dict.get("auto"):
+            vars(self.auto).update(state_dict["auto"])
         if state_dict.get("generator") is not None:
             self._collector.set_generator(state_dict["generator"], parameters[0].device)
 

@@ -74,6 +74,33 @@ def criterion(given: object, metric: str, loss_reduction: str) -> None:
     )
 
 
+def fraction(name: str, value: float) -> None:
+    if not 0 < value <= 1:
+        raise ValueError(f"{name} must be in (0, 1], not {value}")
+
+
+def auto(
+    model: nn.Module, criterion: object, momentum: float, weight_decay: float, capturable: bool
+) -> None:
+    """``step="auto"`` can be had."""
+    if criterion is None:
+        raise ValueError(
+            "step='auto' (no lr) measures the loss's own quadratic model, and needs the criterion, such as "
+            "qd.Categorical(), that also computes your loss; or give an lr"
+        )
+    if momentum or weight_decay:
+        raise ValueError(
+            "step='auto' takes its momentum from the quadratic model and has no weight_decay of its own: leave both "
+            "out, or give an lr"
+        )
+    if capturable:
+        raise ValueError(
+            "step='auto' solves its two-by-two system on the host: capturable needs an lr"
+        )
+    if any(hasattr(p, "placements") for p in model.parameters()):
+        raise ValueError("step='auto' does not cover sharded parameters (fully_shard): give an lr")
+
+
 def trainable(parameters: Iterable[Tensor], name: Any) -> None:
     """The parameters are of a kind that can be trained; ``name`` tells what they are called."""
     for parameter in parameters:
