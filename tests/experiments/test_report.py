@@ -12,7 +12,8 @@ from synthetic import grid, pictures, record, timing
 from quasidiag.experiments.claims import CLAIMS
 from quasidiag.experiments.report import render
 from quasidiag.experiments.report_page import facts, plotted, sections
-from quasidiag.experiments.report_runs import Record, lines
+from quasidiag.experiments.report_runs import Record, lines, records
+from quasidiag.experiments.runs import Collection, Run
 from quasidiag.experiments.tasks import EXPERIMENTS
 
 
@@ -142,6 +143,22 @@ def test_facts_count_what_there_is() -> None:
     runs: list[Record] = grid({1e-2: 0.2, 1e-1: None})
     assert facts(runs)[:4] == ["2 runs", "1 diverged", "10 epochs", "1 seed"]
     assert facts([]) == []
+
+
+def test_the_sweeps_own_runs_count_and_all_their_seeds() -> None:
+    def stored(scale: str, seed: int) -> Run:
+        about = {"experiment": "mnist", "variant": "tanh", "algorithm": "DOP", "lr": 0.1}
+        config = {**about, "seed": seed, "scale": scale}
+        line = {"epoch": 0, "seconds": 0.0, "train_nll": None}
+        return Run(f"{scale}-{seed}", config, [line], {"status": "diverged"}, {})
+
+    runs = [stored("small", 0), stored("small", 1), stored("paper", 0)]
+    cells = [{"lrs": [{"id": "small-0"}]}]
+    found = records(Collection(runs, {"mnist": {"cells": cells}}, None))
+    assert [(run.config["scale"], run.seed) for run in found] == [("small", 0), ("small", 1)]
+    (paper,) = records(Collection(runs, {}, None))
+    assert paper.config["scale"] == "paper"
+    assert paper.final() == float("inf")
 
 
 def test_a_smaller_scale_is_said_to_be_one() -> None:

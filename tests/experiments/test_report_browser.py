@@ -48,6 +48,9 @@ def address(tmp_path_factory: pytest.TempPathFactory) -> str:
         for seed in (0, 1)
     ]
     runs.append(record("faces", algorithm="QDOP", output="gaussian", pictures=pictures(9)))
+    runs.append(
+        record("mnist-ae", algorithm="QDOP", output="learned-gaussian", start=-10, rate=1.1)
+    )
     path: Path = tmp_path_factory.mktemp("page") / "report.html"
     path.write_text(render(runs, timing()), encoding="utf-8")
     return path.as_uri()
@@ -155,6 +158,14 @@ def test_axes_change(page: Any) -> None:
     assert len(seen) == 4
     assert "seconds of updates" in plot(page).text
     assert "classification error, %" in page.find_element(By.CSS_SELECTOR, "#mnist .panel").text
+
+
+def test_values_below_zero_get_a_linear_axis(page: Any) -> None:
+    svg = page.find_element(By.CSS_SELECTOR, "#mnist-ae .panel svg")
+    assert "linear: not all values are positive" in svg.text
+    path = svg.find_element(By.CSS_SELECTOR, ".curve").get_attribute("d")
+    assert "NaN" not in path
+    assert path.count("L") == 10
 
 
 def test_hovering_reads_the_values(page: Any) -> None:
