@@ -13,6 +13,7 @@ from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_di
 import quasidiag as qd
 
 METRIC, HALF = "exact", 3
+without_ranks = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 
 
 def save(rank: int, size: int, folder: str) -> Tensor:
@@ -52,6 +53,7 @@ def test_saved_on_two_ranks_loaded_on_others(saved: str, size: int) -> None:
         same(result, alone(METRIC, metric_every=2))
 
 
+@without_ranks
 def test_saved_on_two_ranks_loaded_without_any(saved: str) -> None:
     network = model()
     rule, criterion = optimizer(network, METRIC, metric_every=2)
@@ -60,6 +62,7 @@ def test_saved_on_two_ranks_loaded_without_any(saved: str) -> None:
     same(numbers(network), alone(METRIC, metric_every=2))
 
 
+@without_ranks
 def test_a_checkpoint_before_the_first_step_leaves_no_trace(tmp_path: Path) -> None:
     network = model()
     rule, criterion = optimizer(network, METRIC)

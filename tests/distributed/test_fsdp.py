@@ -100,6 +100,25 @@ def test_long_accumulated_and_with_another_optimizer() -> None:
         same(result["precondition_"], alone("exact", momentum=0.0))
 
 
+def shadow(rank: int, size: int) -> list[int]:
+    network = shard(model())
+    rule, criterion = optimizer(network, "outer-product")
+    under_way = []
+    for batch in batches():
+        rule.zero_grad()
+        x, t = part(batch, rank, size)
+        criterion(network(x), t).backward()
+        under_way.append(sum(len(flight.blocks) for flight in rule._exchange._flights))
+        rule.step()
+    return under_way
+
+
+def test_moments_leave_during_the_backward_pass() -> None:
+    """All four layers' from the second minibatch on; the first waits for the step."""
+    for under_way in run(shadow, 2):
+        assert under_way == [0] + [4] * (len(batches()) - 1)
+
+
 def hybrid(rank: int, size: int) -> Tensor:
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("copies", "rows"))
     network = shard(model(), mesh=mesh)
