@@ -1,7 +1,7 @@
 r"""Weight sharing: what a layer that is applied at several positions (time, space) of one sample counts.
 
-With the activity :math:`a_s` and the derivative :math:`δ_s` at position *s* of a sample, the sample's contribution to the
-metric of a unit (bias first, :math:`\tilde a = (1, a)`) is
+With the activity :math:`a_s` and the derivative :math:`δ_s` at position *s* of a sample, the sample's contribution to
+the metric of a unit (bias first, :math:`\tilde a = (1, a)`) is
 
 ===========  ==============================================================  ==========================================
 ``expand``   :math:`\sum_s δ_s^2\, \tilde a_s \tilde a_s^⊤`                    each position is one more occurrence

@@ -1,14 +1,14 @@
 """Which parameters of a model form the blocks of units, and whose calls feed them.
 
 A weight and its bias make a block. Parameters that several layers share belong to one block, fed by all of them; a
-bias row needs one weight and one bias that always occur together, so where layers agree on the one but not on the other,
-each parameter gets a diagonal block of its own.
+bias row needs one weight and one bias that always occur together, so where layers agree on the one but not on the
+other, each parameter gets a diagonal block of its own; and so it does where ``fully_shard`` cuts a weight across units.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from torch import Size, Tensor, nn
 
@@ -72,7 +72,8 @@ def find_units(
                 f"sharing='reduce' needs Adapter.patches, which {type(first.adapter).__name__} for {first.name} "
                 f"({type(first.module).__name__}) does not have: use sharing='expand' or 'exact'"
             )
-        if len({(x.weight, x.bias, type(x.adapter)) for x in group}) == 1:
+        alike = len({(x.weight, x.bias, type(x.adapter)) for x in group}) == 1
+        if alike and (first.adapter.units_first or not hasattr(first.weight, "placements")):
             block = _block(first, reduction, sharing)
             _add(units, block, group, sharing)
             continue
@@ -133,7 +134,7 @@ def _sharing_parameters(layers: list[Layer]) -> list[list[Layer]]:
     return groups
 
 
-def _unique(things: Iterable) -> list:  # type: ignore[type-arg]
+def _unique(things: Iterable[Any]) -> list[Any]:
     """Those that are not ``None``, each once, by identity."""
     return list({id(x): x for x in things if x is not None}.values())
 

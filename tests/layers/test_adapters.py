@@ -115,6 +115,7 @@ def expand_oracle(
     return moments(found, N, units, bias=len(parameters) > 1)
 
 
+@pytest.mark.filterwarnings("ignore:Using padding='same'")
 @pytest.mark.parametrize("reduction", ["quasi-diagonal", "diagonal"])
 @pytest.mark.parametrize("metric", METRICS)
 @pytest.mark.parametrize("case", CASES)
@@ -125,7 +126,7 @@ def test_every_position_is_one_more_occurrence(case: str, metric: str, reduction
     assert_close(optimizer.moments(model.layer), expected, reduction)
 
 
-@pytest.mark.parametrize("reduction", ["quasi-diagonal", "diagonal", "unitwise"])
+@pytest.mark.parametrize("reduction", ["quasi-diagonal", "unitwise"])
 @pytest.mark.parametrize("metric", METRICS)
 @pytest.mark.parametrize("case", CASES)
 def test_exact_sharing_is_the_square_of_the_sample_s_gradient(

@@ -156,7 +156,7 @@ def test_the_out_projection_is_the_layer_s_own() -> None:
         optimizer.moments(model.attention)
 
 
-@pytest.mark.parametrize("metric", METRICS)
+@pytest.mark.parametrize("metric", ["outer-product", "monte-carlo"])
 def test_a_transformer_encoder_learns(metric: str) -> None:
     torch.manual_seed(0)
     layer = nn.TransformerEncoderLayer(8, 2, 16, dropout=0.1, batch_first=True)
@@ -167,7 +167,7 @@ def test_a_transformer_encoder_learns(metric: str) -> None:
     loss = qd.Categorical()
     optimizer = qd.Riemannian(model, loss, lr=3e-3, metric=metric, gamma=0.1)
     losses = []
-    for _ in range(40):
+    for _ in range(30):
         optimizer.zero_grad()
         losses.append(loss(model(x), t))
         losses[-1].backward()

@@ -6,9 +6,9 @@ The moments of a layer are its own parameter gradients, taken at the inputs ``a`
 .. math:: m_{00} = \text{bias\_grad}(w), \quad m_{0i} = \text{weight\_grad}(a, w), \quad
           m_{ii} = \text{weight\_grad}(a^2, w).
 
-So an adapter says how a gradient is formed, and the rest follows. Arrays keep the batch first; whatever lies between the
-batch and the features (time, space) is *shared*: by default every position counts as one more occurrence of the unit
-(:mod:`quasidiag.sharing` has the other two ways).
+So an adapter says how a gradient is formed, and the rest follows. Arrays keep the batch first; whatever lies between
+the batch and the features (time, space) is *shared*: by default every position counts as one more occurrence of the
+unit (:mod:`quasidiag.sharing` has the other two ways).
 
 Where occurrences are needed one by one, :meth:`Adapter.patches` brings a layer to its general form: groups of units,
 each a dense layer applied at every position. With ``N`` samples, ``S`` positions, ``G`` groups of ``U`` units and ``I``
@@ -38,6 +38,8 @@ class Adapter:
     bias: str | None = "bias"
     #: Whether a shift of the input by a vector is a shift of the whole block (see ``reductions.quasi_diagonal``).
     shiftable: bool = False
+    #: Whether the weight's first dimension goes over units (and its groups), so that a slice of it is some units' own.
+    units_first: bool = True
     #: Whether a unit's full block holds more than its diagonal and bias row.
     full: bool = True
 

@@ -1,8 +1,8 @@
 r"""Layers that hide several dense layers within one call: recurrent nets, attention.
 
-Their kernels show neither the inner activities nor the inner pre-activations. So the layer is *re-run*: when the output's
-derivative is known, its forward pass is computed once more from the recorded arguments, with every dense layer in it
-visible, and the derivative is carried back through that to each of the *parts*, :math:`(a, δ)` of each. A part is an
+Their kernels show neither the inner activities nor the inner pre-activations. So the layer is *re-run*: when the
+output's derivative is known, its forward pass is computed once more from the recorded arguments, with every dense layer
+in it visible, and the derivative is carried back through that to each of the *parts*, :math:`(a, δ)` of each. A part is an
 ordinary :class:`torch.nn.Linear` that holds the layer's own parameters, so that everything else (blocks, reductions,
 weight sharing) need not know.
 
@@ -71,8 +71,8 @@ class Tape:
     def linear(self, part: nn.Module, a: Tensor, rows: slice = slice(None)) -> Tensor:
         """``F.linear`` with a part (or some rows of it) on inputs with the batch first."""
         assert isinstance(part, nn.Linear)
-        bias = None if part.bias is None else part.bias.detach()[rows]
-        z = F.linear(a, part.weight.detach()[rows], bias)
+        bias = None if part.bias is None else _whole(part.bias)[rows]
+        z = F.linear(a, _whole(part.weight)[rows], bias)
         if not z.requires_grad:
             z.requires_grad_()
         self._applied.append((part, rows, a.detach(), z))
@@ -81,7 +81,7 @@ class Tape:
     def bias(self, part: nn.Module, z: Tensor, rows: slice) -> Tensor:
         """Add some rows of a bias to pre-activations with the batch first."""
         assert isinstance(part, BiasPart)
-        z = z + part.bias.detach()[rows]
+        z = z + _whole(part.bias)[rows]
         self._applied.append((part, rows, z.detach()[..., :0], z))
         return z
 
@@ -209,9 +209,15 @@ class Rerun:
                 > scale * torch.finfo(then.dtype).eps ** 0.5
             ):
                 raise RuntimeError(
-                    f"the dropout inside {type(self._module).__name__} could not be repeated, so its metric cannot be had: "
-                    "set its dropout to 0 and put nn.Dropout around it"
+                    f"the dropout inside {type(self._module).__name__} could not be repeated, so its metric cannot be "
+                    "had: set its dropout to 0 and put nn.Dropout around it"
                 )
+
+
+def _whole(parameter: Tensor) -> Tensor:
+    """The parameter, gathered from all ranks where ``fully_shard`` has cut it."""
+    gather = getattr(parameter, "full_tensor", None)
+    return parameter.detach() if gather is None else gather().detach()
 
 
 def arguments(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:

@@ -20,7 +20,7 @@ class _Convolution(Adapter):
     transposed = False
 
     def activity(self, module: nn.Module, args: tuple[Any, ...]) -> Tensor:
-        return need_batch(module, args[0], module.weight.dim())  # type: ignore[arg-type, operator]
+        return need_batch(module, args[0], module.weight.dim())  # type: ignore[operator]
 
     def bias_grad(self, module: nn.Module, g: Tensor) -> Tensor:
         return g.flatten(2).sum((0, 2))
@@ -34,7 +34,7 @@ class _Convolution(Adapter):
     def weight_grad(self, module: nn.Module, a: Tensor, g: Tensor) -> Tensor:
         assert isinstance(module, _ConvNd)
         a, padding, output_padding = self._geometry(module, a, g)
-        weight = module.weight.detach().to(g.dtype)
+        weight = g.new_empty(module.weight.shape)  # only its shape matters
         return torch.ops.aten.convolution_backward(
             g.contiguous(),
             a,
@@ -73,6 +73,7 @@ class ConvTransposeAdapter(_Convolution):
     """Weights are stored inputs first, ``[in, out/groups, ...]``; a unit is still an output channel."""
 
     transposed = True
+    units_first = False
 
     def rows(self, module: nn.Module, weight: Tensor) -> Tensor:
         inputs, outputs = weight.shape[:2]
@@ -113,7 +114,7 @@ class ConvTransposeAdapter(_Convolution):
         margins: list[int] = []
         extra = self._output_padding(module, a, g)
         for p, d, k, more in zip(module.padding, module.dilation, module.kernel_size, extra):
-            margin = d * (k - 1) - int(p)
+            margin = d * (k - 1) - int(p)  # type: ignore[call-overload]
             margins = [margin, margin + more, *margins]
         ones = (1,) * len(sizes)
         windows = _windows(F.pad(spread, margins), module.kernel_size, ones, module.dilation)

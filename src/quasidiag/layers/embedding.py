@@ -20,6 +20,7 @@ class EmbeddingAdapter(Adapter):
     """
 
     full = False
+    units_first = False
 
     def activity(self, module: nn.Module, args: tuple[Any, ...]) -> Tensor:
         return need_batch(module, args[0], 1)
@@ -47,6 +48,7 @@ class EmbeddingAdapter(Adapter):
     def _add_(
         self, module: nn.Module, table: Tensor, tokens: Tensor, g: Tensor, gain: float
     ) -> Tensor:
+        assert isinstance(module, nn.Embedding)
         tokens, g = tokens.flatten(), g.reshape(-1, g.shape[-1])
         if module.padding_idx is not None:
             g = torch.where((tokens != module.padding_idx).unsqueeze(1), g, 0.0)

@@ -2,8 +2,8 @@ r"""Normalisations: every channel is a unit with one input, the normalised activ
 
 .. math:: y = γ \hat x + β, \qquad m_{00} = ‹δ^2›,\ m_{0i} = ‹δ^2 \hat x›,\ m_{ii} = ‹δ^2 \hat x^2›.
 
-A unit has one weight, so the quasi-diagonal block is the full one. :math:`\hat x` is computed when the moments are, from
-the input that autograd keeps anyway.
+A unit has one weight, so the quasi-diagonal block is the full one. :math:`\hat x` is computed when the moments are,
+from the input that autograd keeps anyway.
 """
 
 from __future__ import annotations
@@ -102,8 +102,8 @@ class GroupNormAdapter(_ChannelsSecond):
 class BatchNormAdapter(_ChannelsSecond):
     r"""Channels second; what follows them is shared.
 
-    In training mode :math:`\hat x_n` depends on every sample of the minibatch, so a sample has no gradient of its own: the
-    loss of one moves with the inputs of all. The metric takes :math:`\hat x` and ``delta`` as the ordinary backward
+    In training mode :math:`\hat x_n` depends on every sample of the minibatch, so a sample has no gradient of its own:
+    the loss of one moves with the inputs of all. The metric takes :math:`\hat x` and ``delta`` as the ordinary backward
     pass has them. For the layer's own γ and β that is the derivative of each sample's loss with the statistics held
     fixed, and exact if no normalisation over the batch follows. For the layers below, ``delta`` of a sample is the
     derivative of the *whole minibatch's* loss by this sample's pre-activation, through the shared statistics too: the
