@@ -2,54 +2,30 @@ r"""The optimizer: :math:`θ ← θ - η M^{-1} v` with the metric's moving aver
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Callable, Collection, Iterator
-from dataclasses import asdict
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.optim import Optimizer
 
 from quasidiag import distributed, placeholder, validate
 from quasidiag.auto import QuadraticModel, Report
-from quasidiag.blocks import REDUCTIONS, DiagonalBlock
+from quasidiag.blocks import DiagonalBlock
 from quasidiag.collect import Collector, LossScale
+from quasidiag.defaults import DEFAULTS, SAFEGUARD, everything
 from quasidiag.kernels.rule import Rule
-from quasidiag.metrics import METRICS
 from quasidiag.moments import Moments
 from quasidiag.outputs import OutputModel
 from quasidiag.probe import Hook
+from quasidiag.readiness import ready, warn_of_others
 from quasidiag.replay import Replay
+from quasidiag.saving import Saved
 from quasidiag.sharding import is_sharded, like, local, rows_of
-from quasidiag.sharing import SHARINGS
-from quasidiag.sums import SUMS, Sums, dtype_of
+from quasidiag.sums import Sums, dtype_of
 from quasidiag.units import find_units
 
-#: Of what ``state_dict()`` holds. 0 had no version, no shift and no count of steps.
-VERSION = 1
 
-
-class Defaults(NamedTuple):
-    """What an argument that is not given means, by the kind of step."""
-
-    lr: float
-    gamma: float
-    eps: float
-    metric_start: str | int
-
-
-#: ``fixed`` is the paper's. With ``auto`` the ``lr`` is a factor, the metric starts as a plain average, and what keeps
-#: the solve away from zero is relative.
-DEFAULTS = {
-    "fixed": Defaults(lr=1e-2, gamma=0.01, eps=1e-8, metric_start="first"),
-    "auto": Defaults(lr=1.0, gamma=0.02, eps=0.0, metric_start=1_000_000),
-}
-#: Of each unit's mean variance, of its layer's, and of the layer's mean ``m00`` (``reductions.safeguarded``).
-SAFEGUARD = (0.1, 0.01, 0.1)
-
-
-class Riemannian(Optimizer):
+class Riemannian(Saved):
     r"""Riemannian gradient descent with the metric and the reduction of your choice.
 
     Each step, with the minibatch's gradient :math:`v` and the metric :math:`M_b` of the minibatch:
@@ -144,23 +120,18 @@ class Riemannian(Optimizer):
         gamma = preset.gamma if gamma is None else gamma
         eps = preset.eps if eps is None else eps
         metric_start = preset.metric_start if metric_start is None else metric_start
-        validate.one_of("metric", metric, METRICS)
-        validate.one_of("reduction", reduction, REDUCTIONS)
-        validate.one_of("loss_reduction", loss_reduction, ("mean", "sum"))
-        validate.one_of("nonfinite", nonfinite, ("skip", "raise"))
-        validate.whole("samples", samples)
-        validate.whole("metric_every", metric_every)
-        if isinstance(metric_start, str):
-            validate.one_of("metric_start", metric_start, ("first", "identity"))
-        else:
-            validate.whole("metric_start", metric_start)
-        validate.one_of("sharing", sharing, SHARINGS)
-        if metric == "backpropagated" and sharing != "expand":
-            raise ValueError(
-                "the backpropagated metric has no derivatives to sum: it needs sharing='expand'"
-            )
-        validate.fraction("metric_fraction", metric_fraction)
-        validate.fraction("step_fraction", step_fraction)
+        validate.options(
+            metric=metric,
+            reduction=reduction,
+            sharing=sharing,
+            loss_reduction=loss_reduction,
+            nonfinite=nonfinite,
+            samples=samples,
+            metric_every=metric_every,
+            metric_start=metric_start,
+            metric_fraction=metric_fraction,
+            step_fraction=step_fraction,
+        )
         validate.criterion(criterion, metric, loss_reduction)
         if step == "auto":
             validate.auto(model, criterion, momentum, weight_decay, capturable)
@@ -182,7 +153,7 @@ class Riemannian(Optimizer):
             weight_decay=weight_decay,
             maximize=maximize,
         )
-        super().__init__(_everything(model, criterion) if params is None else params, defaults)
+        super().__init__(everything(model, criterion) if params is None else params, defaults)
         self._attach()
 
     def _attach(self) -> None:
@@ -222,7 +193,7 @@ class Riemannian(Optimizer):
             covered |= set(self.criterion.parameter_fisher())
         self._others = [p for p in self._group if p not in covered]
         self._structure = validate.Structure(self.model)
-        self._warn_others()
+        warn_of_others(self._others, self.model)
 
     def _watch(self) -> None:
         self._collector.watch(self._units)
@@ -237,20 +208,6 @@ class Riemannian(Optimizer):
             self.criterion,
         )
 
-    def _warn_others(self) -> None:
-        others = set(self._others)
-        names = {
-            f"{name or 'the model itself'} ({type(module).__name__})"
-            for name, module in self.model.named_modules()
-            if others & set(module.parameters(recurse=False))
-        }
-        if names:
-            warnings.warn(
-                f"no block structure is known for {', '.join(sorted(names))}: their parameters follow the diagonal "
-                "rule of qd.AdaGrad. qd.register_layer teaches quasidiag a new layer.",
-                stacklevel=4,
-            )
-
     @torch._disable_dynamo
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Add a param group; its layers are watched from the next forward pass on.
@@ -263,7 +220,7 @@ class Riemannian(Optimizer):
         if not isinstance(group["params"], Tensor):
             group["params"] = list(group["params"])
             plain = [p[1] if isinstance(p, tuple) else p for p in group["params"]]
-            validate.trainable((p for p in plain if isinstance(p, Tensor)), self._name)
+            validate.trainable((p for p in plain if isinstance(p, Tensor)), self.name_of)
         super().add_param_group(group)
         if hasattr(self, "_collector"):
             before = {block.home: block.parameters for block in self._blocks}
@@ -287,7 +244,7 @@ class Riemannian(Optimizer):
             placeholder.fill_(self)
             return loss
         with self._full_precision():
-            if self._ready():
+            if ready(self):
                 self._update_metric()
                 if self._model is not None:
                     self._descend_by_model_(self._model)
@@ -307,7 +264,7 @@ class Riemannian(Optimizer):
         For people who bring their own optimizer, which then takes the step.
         """
         with self._full_precision():
-            if self._ready():
+            if ready(self):
                 self._update_metric()
                 for parameter, w in self._directions():
                     assert parameter.grad is not None
@@ -364,69 +321,12 @@ class Riemannian(Optimizer):
     def __exit__(self, *exception: object) -> None:
         self.close()
 
-    def _ready(self) -> bool:
-        """Whether the minibatch can be used; raises before anything has changed if the call makes no sense."""
-        if self._exchange is not None:
-            self._exchange.average_strays_()
-        gradients = [(p, local(p.grad)) for p in self._group if p.grad is not None]
-        if not gradients:
-            raise RuntimeError("step() without a gradient: call loss.backward() first")
-        validate.gradients(gradients, self._name)
-        self._structure.check(self._group)
-        for block in self._blocks:
-            if self._started(block):
-                validate.one_device(block)
-                validate.state_device(block, self.state[block.home])
-        seen = {self._owner[record.module] for record in self._collector.records} | set(self._sums)
-        bad: Any = None if self.capturable else self._not_finite(gradients)
-        if self._exchange is not None:
-            device = gradients[0][1].device
-            bad, self._collector.total, seen = self._exchange.meet(
-                bad, self._collector.total, device
-            )
-        if self._collector.due:
-            for block in self._blocks:
-                if block.home.grad is not None and block not in seen and not self._started(block):
-                    raise RuntimeError(self._unseen(block))
-        return bad is None or not bool(bad) or self._refuse(gradients)
-
-    def _not_finite(self, gradients: list[tuple[Tensor, Tensor]]) -> Tensor:
-        norms = torch._foreach_norm([gradient for _, gradient in gradients])
-        kept = [record.w for record in self._collector.records] + self._sums.tensors()
-        numbers = [*norms, *(x.sum() for x in kept)]
-        device = numbers[0].device
-        return ~torch.stack([x.float().to(device) for x in numbers]).isfinite().all()
-
-    def _refuse(self, gradients: list[tuple[Tensor, Tensor]]) -> bool:
-        """Skip the minibatch, or raise; with several ranks all do the same."""
-        bad = [self._name(p) for p, gradient in gradients if not gradient.isfinite().all()]
-        bad = bad or ["the metric"]
-        message = f"a minibatch was skipped: its gradient is not finite in {', '.join(bad[:3])}"
-        if self.nonfinite == "raise":
-            self._forget()
-            raise FloatingPointError(message + ". Lower the learning rate, or look at the data.")
-        warnings.warn(message, RuntimeWarning, stacklevel=4)
-        return False
-
     def _started(self, block: DiagonalBlock) -> bool:
         return "updates" in self.state.get(block.home, {})
 
-    def _unseen(self, block: DiagonalBlock) -> str:
-        if self.criterion is not None and not self._collector.passes:
-            return (
-                "the metric saw no loss: compute it with the criterion that the optimizer was given, on the output of "
-                "a forward pass in training mode made after the optimizer"
-            )
-        if self._collector.probe.recomputed:
-            return (
-                f"{block.name} ran only inside an activation checkpoint's second forward pass, which the {self.metric} "
-                "metric cannot see: use torch.utils.checkpoint.checkpoint(..., use_reentrant=False), or "
-                "metric='outer-product'"
-            )
-        return (
-            f"the metric saw no backward pass through {block.name}: call model.train(), and make the forward pass "
-            "after the optimizer"
-        )
+    def name_of(self, parameter: Tensor) -> str:
+        """What a parameter is called in the model."""
+        return validate.name_of(parameter, self.model, self.criterion)
 
     def _update_metric(self) -> None:
         r""":math:`M ← (1-γ) M + γ M_b`."""
@@ -596,79 +496,3 @@ class Riemannian(Optimizer):
         self.steps = self.param_groups[0]["steps"] = steps
         self._collector.schedule(steps % self.metric_every == 0)
         self._collector.next_step(steps)
-
-    def _name(self, parameter: Tensor) -> str:
-        names = [*self.model.named_parameters()]
-        if self.criterion is not None:
-            names += [(f"criterion.{name}", p) for name, p in self.criterion.named_parameters()]
-        return next((name for name, p in names if p is parameter), "a parameter")
-
-    def state_dict(self) -> dict[str, Any]:
-        """As ``torch.optim``, and the place of the Monte Carlo generator."""
-        generator = self._collector.generator
-        return {
-            **super().state_dict(),
-            "version": VERSION,
-            "steps": self.steps,
-            "auto": None if self.auto is None else asdict(self.auto),
-            "generator": None if generator is None else generator.get_state(),
-        }
-
-    @torch.no_grad()
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """As ``torch.optim``; the metric keeps its own precision whatever the parameters' is."""
-        validate.loadable(state_dict, VERSION)
-        plain = {key: state_dict[key] for key in ("state", "param_groups")}
-        super().load_state_dict(plain)
-        parameters = [p for group in self.param_groups for p in group["params"]]
-        indices = [i for group in state_dict["param_groups"] for i in group["params"]]
-        for parameter, index in zip(parameters, indices):
-            for key, value in state_dict["state"].get(index, {}).items():
-                if isinstance(value, Tensor):
-                    self.state[parameter][key] = value.to(parameter.device, copy=True)
-        self._count(state_dict.get("steps", self.param_groups[0].get("steps", 0)))
-        self._group = {p: group for group in self.param_groups for p in group["params"]}
-        self._complete()
-        self._restart()
-        if self.auto is not None and state_dict.get("auto"):
-            vars(self.auto).update(state_dict["auto"])
-        if state_dict.get("generator") is not None:
-            self._collector.set_generator(state_dict["generator"], parameters[0].device)
-
-    def _complete(self) -> None:
-        """Fill in what an older version did not save."""
-        for block in self._blocks:
-            rows, state = rows_of(block, self.state)
-            kept = state[rows.home] if self.state.get(block.home) else {}
-            if any(key in kept for key in SUMS):
-                kept.setdefault("updates", 1)
-            if "m0i" in kept and "shift" not in kept and block.adapter.shiftable:
-                kept["shift"] = kept["m0i"].new_zeros(kept["m0i"].shape[1:])
-
-    def __getstate__(self) -> dict[str, Any]:
-        """For ``deepcopy`` and ``pickle``: everything but the hooks, which :meth:`__setstate__` attaches again."""
-        generator = self._collector.generator
-        public = {k: v for k, v in self.__dict__.items() if k[0] != "_" and k != "step"}
-        place = None if generator is None else (generator.get_state(), str(generator.device))
-        return {**public, "generator": place}
-
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        place = state.pop("generator", None)
-        super().__setstate__(state)
-        for group in self.param_groups:
-            for name, value in self.defaults.items():
-                group.setdefault(name, value)
-        if "model" in state:  # torch's load_state_dict comes by here as well
-            self._attach()
-            if place is not None:
-                self._collector.set_generator(*place)
-
-
-def _everything(model: nn.Module, criterion: nn.Module | None) -> list[dict[str, Any]]:
-    parameters = [p for p in model.parameters() if p.requires_grad]
-    if not parameters:
-        raise ValueError(f"{type(model).__name__} has no parameter to train")
-    if criterion is not None:
-        known = set(parameters)
-        parameters += [p for p in criterion.parameters() if p.requires_grad and p not in known]
-    return [{"params": parameters}]

@@ -8,7 +8,10 @@ from typing import Any
 
 from torch import Tensor, nn
 
+from quasidiag.blocks import REDUCTIONS
+from quasidiag.metrics import METRICS
 from quasidiag.outputs import OutputModel
+from quasidiag.sharing import SHARINGS
 
 #: What to use in the place of the usual losses.
 INSTEAD = {
@@ -43,6 +46,27 @@ def number(name: str, value: Any) -> None:
     if not (math.isfinite(given) and 0 <= given <= limit):
         bound = "between 0 and 1" if limit == 1.0 else "finite and not negative"
         raise ValueError(f"{name} must be {bound}, not {value!r}")
+
+
+def options(**given: Any) -> None:
+    """The options that are not numbers of a param group."""
+    one_of("metric", given["metric"], METRICS)
+    one_of("reduction", given["reduction"], REDUCTIONS)
+    one_of("sharing", given["sharing"], SHARINGS)
+    one_of("loss_reduction", given["loss_reduction"], ("mean", "sum"))
+    one_of("nonfinite", given["nonfinite"], ("skip", "raise"))
+    whole("samples", given["samples"])
+    whole("metric_every", given["metric_every"])
+    if isinstance(given["metric_start"], str):
+        one_of("metric_start", given["metric_start"], ("first", "identity"))
+    else:
+        whole("metric_start", given["metric_start"])
+    fraction("metric_fraction", given["metric_fraction"])
+    fraction("step_fraction", given["step_fraction"])
+    if given["metric"] == "backpropagated" and given["sharing"] != "expand":
+        raise ValueError(
+            "the backpropagated metric has no derivatives to sum: it needs sharing='expand'"
+        )
 
 
 def criterion(given: object, metric: str, loss_reduction: str) -> None:
@@ -99,6 +123,14 @@ def auto(
         )
     if any(hasattr(p, "placements") for p in model.parameters()):
         raise ValueError("step='auto' does not cover sharded parameters (fully_shard): give an lr")
+
+
+def name_of(parameter: Tensor, model: nn.Module, criterion: nn.Module | None) -> str:
+    """What a parameter is called in the model or the criterion."""
+    names = [*model.named_parameters()]
+    if criterion is not None:
+        names += [(f"criterion.{name}", p) for name, p in criterion.named_parameters()]
+    return next((name for name, p in names if p is parameter), "a parameter")
 
 
 def trainable(parameters: Iterable[Tensor], name: Any) -> None:

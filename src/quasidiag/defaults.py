@@ -1,0 +1,37 @@
+"""What an argument of the optimizer means when it is not given."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+from torch import nn
+
+
+class Defaults(NamedTuple):
+    """What an argument that is not given means, by the kind of step."""
+
+    lr: float
+    gamma: float
+    eps: float
+    metric_start: str | int
+
+
+#: ``fixed`` is the paper's. With ``auto`` the ``lr`` is a factor, the metric starts as a plain average, and what keeps
+#: the solve away from zero is relative.
+DEFAULTS = {
+    "fixed": Defaults(lr=1e-2, gamma=0.01, eps=1e-8, metric_start="first"),
+    "auto": Defaults(lr=1.0, gamma=0.02, eps=0.0, metric_start=1_000_000),
+}
+#: Of each unit's mean variance, of its layer's, and of the layer's mean ``m00`` (``reductions.safeguarded``).
+SAFEGUARD = (0.1, 0.01, 0.1)
+
+
+def everything(model: nn.Module, criterion: nn.Module | None) -> list[dict[str, Any]]:
+    """All that is trainable in the model and the criterion."""
+    parameters = [p for p in model.parameters() if p.requires_grad]
+    if not parameters:
+        raise ValueError(f"{type(model).__name__} has no parameter to train")
+    if criterion is not None:
+        known = set(parameters)
+        parameters += [p for p in criterion.parameters() if p.requires_grad and p not in known]
+    return [{"params": parameters}]

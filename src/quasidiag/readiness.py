@@ -1,0 +1,107 @@
+"""Before a step: is there something to go by, and is it sound? Nothing has changed yet when this says no."""
+
+from __future__ import annotations
+
+import sys
+import warnings
+from collections.abc import Collection
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+
+from quasidiag import validate
+from quasidiag.blocks import DiagonalBlock
+from quasidiag.sharding import local
+
+if TYPE_CHECKING:
+    from quasidiag.optimizer import Riemannian
+
+Gradients = list[tuple[Tensor, Tensor]]
+
+
+def ready(optimizer: Riemannian) -> bool:
+    """Whether the minibatch can be used; raises if the call makes no sense."""
+    collector, exchange = optimizer._collector, optimizer._exchange
+    if exchange is not None:
+        exchange.average_strays_()
+    gradients: Gradients = [(p, local(p.grad)) for p in optimizer._group if p.grad is not None]
+    if not gradients:
+        raise RuntimeError("step() without a gradient: call loss.backward() first")
+    validate.gradients(gradients, optimizer.name_of)
+    optimizer._structure.check(optimizer._group)
+    for block in optimizer._blocks:
+        if optimizer._started(block):
+            validate.one_device(block)
+            validate.state_device(block, optimizer.state[block.home])
+    seen = {optimizer._owner[record.module] for record in collector.records} | set(optimizer._sums)
+    bad: Any = None if optimizer.capturable else not_finite(optimizer, gradients)
+    if exchange is not None:
+        device = gradients[0][1].device
+        bad, collector.total, seen = exchange.meet(bad, collector.total, device)
+    if collector.due:
+        for block in optimizer._blocks:
+            unseen = block not in seen and not optimizer._started(block)
+            if unseen and block.home.grad is not None:
+                raise RuntimeError(why_unseen(optimizer, block))
+    return bad is None or not bool(bad) or refuse(optimizer, gradients)
+
+
+def not_finite(optimizer: Riemannian, gradients: Gradients) -> Tensor:
+    """Whether anything in the minibatch is not finite, without waiting for the device."""
+    norms = torch._foreach_norm([gradient for _, gradient in gradients])
+    kept = [record.w for record in optimizer._collector.records] + optimizer._sums.tensors()
+    numbers = [*norms, *(x.sum() for x in kept)]
+    device = numbers[0].device
+    return ~torch.stack([x.float().to(device) for x in numbers]).isfinite().all()
+
+
+def refuse(optimizer: Riemannian, gradients: Gradients) -> bool:
+    """Skip the minibatch, or raise; with several ranks all do the same."""
+    bad = [optimizer.name_of(p) for p, gradient in gradients if not gradient.isfinite().all()]
+    bad = bad or ["the metric"]
+    message = f"a minibatch was skipped: its gradient is not finite in {', '.join(bad[:3])}"
+    if optimizer.nonfinite == "raise":
+        optimizer._forget()
+        raise FloatingPointError(message + ". Lower the learning rate, or look at the data.")
+    warnings.warn(message, RuntimeWarning, stacklevel=5)
+    return False
+
+
+def why_unseen(optimizer: Riemannian, block: DiagonalBlock) -> str:
+    """Why a layer may have a gradient and no metric."""
+    compiled = (
+        ". A compiled model that ran before the optimizer was made does not hear of it: torch.compiler.reset()"
+        if "torch._dynamo" in sys.modules and torch._dynamo.utils.counters["stats"]
+        else ""
+    )
+    if optimizer.criterion is not None and not optimizer._collector.passes:
+        return (
+            "the metric saw no loss: compute it with the criterion that the optimizer was given, on the output of "
+            "a forward pass in training mode made after the optimizer" + compiled
+        )
+    if optimizer._collector.probe.recomputed:
+        return (
+            f"{block.name} ran only inside an activation checkpoint's second forward pass, which the "
+            f"{optimizer.metric} metric cannot see: use torch.utils.checkpoint.checkpoint(..., use_reentrant=False), "
+            "or metric='outer-product'"
+        )
+    return (
+        f"the metric saw no backward pass through {block.name}: call model.train(), and make the forward pass "
+        "after the optimizer" + compiled
+    )
+
+
+def warn_of_others(others: Collection[Tensor], model: nn.Module) -> None:
+    """Name the layers whose parameters have no block structure."""
+    names = {
+        f"{name or 'the model itself'} ({type(module).__name__})"
+        for name, module in model.named_modules()
+        if set(others) & set(module.parameters(recurse=False))
+    }
+    if names:
+        warnings.warn(
+            f"no block structure is known for {', '.join(sorted(names))}: their parameters follow the diagonal rule of "
+            "qd.AdaGrad. qd.register_layer teaches quasidiag a new layer.",
+            stacklevel=5,
+        )

@@ -1,0 +1,106 @@
+"""What outlives a process: ``state_dict``, ``deepcopy`` and ``pickle``."""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from dataclasses import asdict
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.optim import Optimizer
+
+from quasidiag import validate
+from quasidiag.auto import Report
+from quasidiag.blocks import DiagonalBlock
+from quasidiag.collect import Collector
+from quasidiag.sharding import rows_of
+from quasidiag.sums import SUMS
+
+#: Of what ``state_dict()`` holds. 0 had no version, no shift and no count of steps.
+VERSION = 1
+
+
+class Saved(Optimizer):
+    """The part of the optimizer that saves and loads it.
+
+    An attribute without an underscore is carried along by a copy; the others are made anew by :meth:`_attach`.
+    """
+
+    steps: int
+    auto: Report | None
+    _collector: Collector
+    _blocks: list[DiagonalBlock]
+    _group: dict[Any, dict[str, Any]]
+
+    @abstractmethod
+    def _attach(self) -> None:
+        """Watch the model, from the attributes that were carried along."""
+
+    @abstractmethod
+    def _count(self, steps: int) -> None:
+        """Go on from this many steps."""
+
+    @abstractmethod
+    def _restart(self) -> None:
+        """Drop what is accumulating."""
+
+    def state_dict(self) -> dict[str, Any]:
+        """As ``torch.optim``, and the place of the Monte Carlo generator."""
+        generator = self._collector.generator
+        return {
+            **super().state_dict(),
+            "version": VERSION,
+            "steps": self.steps,
+            "auto": None if self.auto is None else asdict(self.auto),
+            "generator": None if generator is None else generator.get_state(),
+        }
+
+    @torch.no_grad()
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """As ``torch.optim``; the metric keeps its own precision whatever the parameters' is."""
+        validate.loadable(state_dict, VERSION)
+        plain = {key: state_dict[key] for key in ("state", "param_groups")}
+        super().load_state_dict(plain)
+        parameters = [p for group in self.param_groups for p in group["params"]]
+        indices = [i for group in state_dict["param_groups"] for i in group["params"]]
+        for parameter, index in zip(parameters, indices):
+            for key, value in state_dict["state"].get(index, {}).items():
+                if isinstance(value, Tensor):
+                    self.state[parameter][key] = value.to(parameter.device, copy=True)
+        self._count(state_dict.get("steps", self.param_groups[0].get("steps", 0)))
+        self._group = {p: group for group in self.param_groups for p in group["params"]}
+        self._complete()
+        self._restart()
+        if self.auto is not None and state_dict.get("auto"):
+            vars(self.auto).update(state_dict["auto"])
+        if state_dict.get("generator") is not None:
+            self._collector.set_generator(state_dict["generator"], parameters[0].device)
+
+    def _complete(self) -> None:
+        """Fill in what an older version did not save."""
+        for block in self._blocks:
+            rows, state = rows_of(block, self.state)
+            kept = state[rows.home] if self.state.get(block.home) else {}
+            if any(key in kept for key in SUMS):
+                kept.setdefault("updates", 1)
+            if "m0i" in kept and "shift" not in kept and block.adapter.shiftable:
+                kept["shift"] = kept["m0i"].new_zeros(kept["m0i"].shape[1:])
+
+    def __getstate__(self) -> dict[str, Any]:
+        """For ``deepcopy`` and ``pickle``: everything but the hooks, which :meth:`__setstate__` attaches again."""
+        generator = self._collector.generator
+        public = {k: v for k, v in self.__dict__.items() if k[0] != "_" and k != "step"}
+        place = None if generator is None else (generator.get_state(), str(generator.device))
+        return {**public, "generator": place}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        place = state.pop("generator", None)
+        super().__setstate__(state)
+        for group in self.param_groups:
+            for name, value in self.defaults.items():
+                group.setdefault(name, value)
+        if "model" in state:  # torch's load_state_dict comes by here as well
+            self._attach()
+            if place is not None:
+                self._collector.set_generator(*place)
