@@ -14,7 +14,6 @@ from problems import batches, model, numbers, optimizer, part, train
 from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel as DDP
 
-
 NEVER = -1
 
 

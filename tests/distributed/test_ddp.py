@@ -231,6 +231,20 @@ def test_a_layer_that_only_some_ranks_use() -> None:
     same(first, numbers(network))
 
 
+def step_without_lr(rank: int, size: int) -> Tensor:
+    network, criterion = DDP(model()), qd.Categorical()
+    rule = qd.Riemannian(network, criterion, metric="exact")
+    train(network, rule, [part(b, rank, size) for b in batches()], criterion)
+    return numbers(network)
+
+
+def test_the_step_without_a_learning_rate() -> None:
+    network, criterion = model(), qd.Categorical()
+    train(network, qd.Riemannian(network, criterion, metric="exact"), batches(), criterion)
+    for result in run(step_without_lr, 2):
+        same(result, numbers(network))
+
+
 def learn_std(rank: int, size: int) -> tuple[Tensor, Tensor]:
     network, criterion = DDP(model()), qd.LearnedGaussian(3).double()
     rule = qd.Riemannian(network, criterion, lr=0.02, metric="exact")
