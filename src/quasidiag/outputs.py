@@ -118,9 +118,10 @@ class Categorical(OutputModel):
         return output.softmax(-1).scatter_add(-1, classes, -torch.ones_like(output))
 
     def sample(self, output: Tensor, generator: Generator | None = None) -> Tensor:
-        # A non-finite row makes multinomial abort, on CUDA with the whole context; its draw is never used.
-        p = torch.nan_to_num(output.softmax(-1), nan=1.0).reshape(-1, output.shape[-1])
-        return torch.multinomial(p, 1, generator=generator).reshape(output.shape[:-1])
+        # As torch.multinomial draws, but without its look at the probabilities: that waits for the device, and a
+        # non-finite row would abort, on CUDA with the whole context.
+        p = output.softmax(-1)
+        return (p / torch.empty_like(p).exponential_(generator=generator)).argmax(-1)
 
     def vectors(self, output: Tensor) -> Tensor:
         # The columns of the Cholesky factor, one fewer than classes: the rank. Each class against those after it.

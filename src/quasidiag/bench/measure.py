@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import platform
 from collections.abc import Callable, Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -80,11 +81,19 @@ def _prepare(
             step = make(workload)
             for _ in range(3):
                 step()
-            calls[name] = timing.captured(step) if workload.graph else step
+            calls[name] = (
+                timing.captured(step, partial(_generators, step)) if workload.graph else step
+            )
             steps[name] = step
         except Exception as error:  # a peer may fail in any way: that is a result too
             failed[name] = f"{type(error).__name__}: {error}"[:300]
     return calls, steps, failed
+
+
+def _generators(step: Any) -> list[torch.Generator]:
+    collector: Any = getattr(step.optimizer, "_collector", None)
+    generator = getattr(collector, "generator", None)
+    return [] if generator is None else [generator]
 
 
 def _peak(step: Any, workload: Workload) -> int:

@@ -86,7 +86,7 @@ def _cuda_ms(call: Call, repeat: int) -> float:
     return start.elapsed_time(end) / repeat
 
 
-def captured(call: Call) -> Call:
+def captured(call: Call, generators: Callable[[], list[torch.Generator]]) -> Call:
     """The step as a CUDA graph, after a few plain ones."""
     stream = torch.cuda.Stream()
     stream.wait_stream(torch.cuda.current_stream())
@@ -96,6 +96,8 @@ def captured(call: Call) -> Call:
     torch.cuda.current_stream().wait_stream(stream)
     torch.cuda.synchronize()
     graph = torch.cuda.CUDAGraph()
+    for generator in generators():
+        graph.register_generator_state(generator)
     with torch.cuda.graph(graph):
         call()
 

@@ -96,8 +96,11 @@ def accumulate_(
     into: Moments, a: Tensor, w: Tensor, shift: Tensor | None, keep: float, gain: float | Tensor
 ) -> bool:
     """See ``kernels.accumulate_``: half-precision activities with bfloat16 weights, or float32 with float32."""
-    same = a.dtype == w.dtype == torch.float32 or (a.dtype in _HALVES and w.dtype == torch.bfloat16)
-    if not (same and _floats([a, w]) and usable(*into, shift)):
+    # PyTorch before 2.8 cannot sum products of half-precision numbers into float32.
+    halves = a.dtype in _HALVES and w.dtype == torch.bfloat16
+    mixed = halves and a.is_cuda and "dtype_out" in torch.ops.aten.addmm.overloads()
+    same = a.dtype == w.dtype == torch.float32
+    if not ((same or mixed) and _floats([a, w]) and usable(*into, shift)):
         return False
     fused().accumulate_(into, a, w, shift, keep, gain)  # type: ignore[union-attr]
     return True
