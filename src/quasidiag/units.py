@@ -2,7 +2,7 @@
 
 A weight and its bias make a block. Parameters that several layers share belong to one block, fed by all of them; a
 bias row needs one weight and one bias that always occur together, so where layers agree on the one but not on the
-other, each parameter gets a diagonal block of its own; and so it does where ``fully_shard`` cuts a weight across units.
+other, each parameter gets a diagonal block of its own.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ class Units(NamedTuple):
 
 
 class _Unshifted(Adapter):
-    """Of an adapter, what a block needs to solve: gradients of samples are not measured from a shifted input."""
+    """Of an adapter, what a block needs that measures its moments from no shifted input."""
 
     def __init__(self, inner: Adapter) -> None:
         self.inner = inner
@@ -72,8 +72,7 @@ def find_units(
                 f"sharing='reduce' needs Adapter.patches, which {type(first.adapter).__name__} for {first.name} "
                 f"({type(first.module).__name__}) does not have: use sharing='expand' or 'exact'"
             )
-        alike = len({(x.weight, x.bias, type(x.adapter)) for x in group}) == 1
-        if alike and (first.adapter.units_first or not hasattr(first.weight, "placements")):
+        if len({(x.weight, x.bias, type(x.adapter)) for x in group}) == 1:
             block = _block(first, reduction, sharing)
             _add(units, block, group, sharing)
             continue
@@ -151,7 +150,8 @@ def _block(layer: Layer, reduction: str, sharing: str) -> DiagonalBlock:
             f"the unitwise reduction needs Adapter.patches, which {type(adapter).__name__} for {layer.name} "
             f"({type(layer.module).__name__}) does not have: use reduction='quasi-diagonal'"
         )
-    solver = _Unshifted(adapter) if sharing == "exact" else adapter
+    shifted = kind is QuasiDiagonalBlock and sharing != "exact"
+    solver = adapter if shifted else _Unshifted(adapter)
     return kind(layer.name, layer.module, solver, layer.weight, layer.bias)
 
 

@@ -38,8 +38,6 @@ class Adapter:
     bias: str | None = "bias"
     #: Whether a shift of the input by a vector is a shift of the whole block (see ``reductions.quasi_diagonal``).
     shiftable: bool = False
-    #: Whether the weight's first dimension goes over units (and its groups), so that a slice of it is some units' own.
-    units_first: bool = True
     #: Whether a unit's full block holds more than its diagonal and bias row.
     full: bool = True
 

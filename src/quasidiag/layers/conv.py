@@ -73,7 +73,6 @@ class ConvTransposeAdapter(_Convolution):
     """Weights are stored inputs first, ``[in, out/groups, ...]``; a unit is still an output channel."""
 
     transposed = True
-    units_first = False
 
     def rows(self, module: nn.Module, weight: Tensor) -> Tensor:
         inputs, outputs = weight.shape[:2]

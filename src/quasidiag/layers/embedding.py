@@ -20,7 +20,6 @@ class EmbeddingAdapter(Adapter):
     """
 
     full = False
-    units_first = False
 
     def activity(self, module: nn.Module, args: tuple[Any, ...]) -> Tensor:
         return need_batch(module, args[0], 1)
