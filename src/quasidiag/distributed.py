@@ -136,7 +136,7 @@ class Exchange:
         self._late = False
         self._layouts = {block: self._layout(block) for block in blocks}
         self._buckets = list(self._fill())
-        self._of = {block.home: block for block in blocks}
+        self._of: dict[Tensor, DiagonalBlock] = {block.home: block for block in blocks}
         self._handles: list[Any] = [
             block.home.register_post_accumulate_grad_hook(Hook(self._arrived)) for block in blocks
         ]
@@ -393,11 +393,14 @@ def share(samples: int, group: Any = None) -> float:
     """
     if not (dist.is_available() and dist.is_initialized()):
         return 1.0
-    backend = dist.get_backend(group)
-    device = torch.device("cuda" if backend == "nccl" else "cpu")
-    total = torch.tensor(float(samples), dtype=torch.float64, device=device)
-    dist.all_reduce(total, group=group)
-    return samples * dist.get_world_size(group) / float(total)
+    return samples / float(mean(torch.tensor(float(samples), dtype=torch.float64), group))
+
+
+def mean(numbers: Tensor, group: Any = None) -> Tensor:
+    """The mean over ranks of a few numbers, on whatever device the group can talk from."""
+    there = numbers.to("cuda" if dist.get_backend(group) == "nccl" else "cpu", copy=True)
+    dist.all_reduce(there, group=group)
+    return (there / dist.get_world_size(group)).to(numbers.device)
 
 
 def _reduce_scatter() -> Callable[..., Any]:
