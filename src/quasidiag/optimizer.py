@@ -82,6 +82,9 @@ class Riemannian(Saved):
 
     What is not in a layer that quasidiag knows follows a diagonal rule of its own, the one of
     :class:`quasidiag.AdaGrad`; parameters of the criterion are divided by their Fisher information.
+
+    A model may be compiled with ``torch.compile``, before or after, as long as its first call comes after the optimizer;
+    its graph has a break at every layer that is watched. The step itself runs outside of compiled graphs.
     """
 
     def __init__(
@@ -105,7 +108,7 @@ class Riemannian(Saved):
         metric_start: str | int | None = None,
         metric_every: int = 1,
         metric_fraction: float = 1.0,
-        step_fraction: float = 0.2,
+        step_fraction: float = 1.0,
         loss_reduction: str = "mean",
         loss_scale: LossScale = 1.0,
         seed: int = 0,
@@ -233,6 +236,7 @@ class Riemannian(Saved):
                         self.state[p] = {k: kept[k] for k in ("momentum",) if k in kept}
             self._watch()
 
+    @torch._disable_dynamo  # bookkeeping by layer; the kernels are fused already
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """Update the metric by the minibatch, and the parameters by its Riemannian gradient."""
@@ -257,6 +261,7 @@ class Riemannian(Saved):
         self._forget()
         return loss
 
+    @torch._disable_dynamo
     @torch.no_grad()
     def precondition_(self) -> None:
         """Update the metric and turn every ``.grad`` into the Riemannian gradient, in place.
@@ -376,22 +381,14 @@ class Riemannian(Saved):
             return False
         if summed and isinstance(total, Tensor):
             return False
-        lr, decay, eps = group["lr"], group["weight_decay"], group["eps"]
-        if isinstance(lr, Tensor) and decay:
+        if isinstance(group["lr"], Tensor) and group["weight_decay"]:
             return False
         if group["momentum"]:
             for p in block.parameters:
                 if "momentum" not in self.state[p]:
                     dtype = torch.promote_types(p.dtype, torch.float32)
                     self.state[p]["momentum"] = torch.zeros_like(p, dtype=dtype)
-        rule = Rule(
-            lr=lr,
-            decay=1 - lr * decay if decay else 1.0,
-            momentum=group["momentum"],
-            eps=eps,
-            floor=eps if group["floor"] is None else group["floor"],
-            scale=(-1.0 if group["maximize"] else 1.0) / (float(total) if summed else 1.0),
-        )
+        rule = Rule.of(group, 1 / float(total) if summed else 1.0)
         rows, state = rows_of(block, self.state)
         return rows.descend_(state, gradients, rule)
 

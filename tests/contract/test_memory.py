@@ -6,11 +6,11 @@ from collections.abc import Callable
 
 import pytest
 import torch
+from loops import METRICS, problem, train
 from torch import Tensor, nn
 from torch.profiler import ProfilerActivity, profile
 
 import quasidiag as qd
-from loops import METRICS, problem, train
 
 #: Numbers that the allocator counts in; a handful of scalars and vectors come on top of what the test counts.
 SLACK = 64 * 1024

@@ -31,7 +31,7 @@ def test_in_front_of_sgd_it_is_the_optimizer_itself(kind: str, reduction: str) -
     train(whole, loss, optimizer, x, t, 4)
 
     model, loss, x, t = problem()
-    geometry = qd.Riemannian(model, loss, **options)
+    geometry = qd.Riemannian(model, loss, step="fixed", **options)
     sgd = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.5)
     for _ in range(4):
         sgd.zero_grad()
