@@ -27,7 +27,7 @@ from quasidiag.kernels.rule import Rule
 from quasidiag.moments import smallest
 
 #: Layers smaller than this are not worth a compiler.
-LEAST = 16_384
+LEAST = 4_096
 
 _FLAGS = {
     "AVX512": ["-mavx512f", "-mavx512bw", "-mavx512dq", "-mavx512vl", "-mavx2", "-mfma"],
