@@ -192,7 +192,7 @@ def write_prepared(data: Data, out: Path) -> Path:
         with zipfile.ZipFile(temporary, "w", zipfile.ZIP_LZMA) as archive:
             for key, array in {**arrays, "source": np.array(data.source)}.items():
                 with archive.open(f"{key}.npy", "w") as member:
-                    np.lib.format.write_array(member, np.ascontiguousarray(array))
+                    np.lib.format.write_array(member, array)
         value = files.digest(temporary)
         temporary.replace(path)
         files.write_sums(out, {path.name: value})
