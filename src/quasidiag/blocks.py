@@ -113,6 +113,14 @@ class DiagonalBlock:
         kept = self._bounded(state)
         return [reductions.diagonal(m, v, eps=eps, floor=floor) for m, v in zip(kept, gradients)]
 
+    def solve_part(
+        self, state: State, gradients: list[Tensor], eps: float, floor: float | None
+    ) -> list[Tensor]:
+        """As :meth:`solve` when not all parameters move (one was frozen since): the diagonal is what is left."""
+        m00, _, mii = self.moments(state)
+        kept = [m for m in (m00, mii) if m is not None]
+        return [reductions.diagonal(m, v, eps=eps, floor=floor) for m, v in zip(kept, gradients)]
+
     def _bounded(self, state: State) -> list[Tensor]:
         """The moments as the solve takes them."""
         kept = [m for m in self.kept(state) if m is not None]

@@ -400,7 +400,7 @@ class Riemannian(Saved):
             )
         ranks = None if self._exchange is None else self._exchange.group
         factor = max(float(group["lr"]) for group in self.param_groups)
-        direction = dict(self._directions())
+        direction: dict[Any, Tensor] = dict(self._directions())
         for p, w in direction.items():
             if (
                 self._group[p]["lr"] != factor
@@ -432,7 +432,9 @@ class Riemannian(Saved):
             dtype = dtype_of(block, self.state)
             gradients = [local(self._gradient(p)).to(dtype) for p in block.parameters]
             rows, state = rows_of(block, self.state)
-            solved = rows.solve(state, gradients, group["eps"], group["floor"])
+            whole = all(p.grad is not None for p in block.parameters)
+            solve = rows.solve if whole else rows.solve_part
+            solved = solve(state, gradients, group["eps"], group["floor"])
             for p, w in zip(block.parameters, solved):
                 if p.grad is not None:
                     yield p, like(w, p)

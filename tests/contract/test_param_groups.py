@@ -120,6 +120,22 @@ def test_a_layer_frozen_later_stays_put() -> None:
     assert_moved(before, model)
 
 
+@pytest.mark.parametrize("reduction", ["quasi-diagonal", "unitwise", "diagonal"])
+def test_a_weight_frozen_later_leaves_its_bias_alone(reduction: str) -> None:
+    model, loss, x, t = problem()
+    optimizer = qd.Riemannian(model, loss, lr=0.05, reduction=reduction)
+    train(model, loss, optimizer, x, t, 2)
+    model[2].weight.requires_grad_(False)
+    before = values(model)
+    optimizer.zero_grad()
+    loss(model(x), t).backward()
+    gradient = model[2].bias.grad.clone()
+    optimizer.step()
+    step = gradient / (optimizer.moments(model[2]).m00 + 1e-8)
+    torch.testing.assert_close(model[2].bias.detach(), before[3] - 0.05 * step)
+    assert torch.equal(model[2].weight, before[2])
+
+
 def test_a_refused_group_leaves_the_optimizer_as_it_was() -> None:
     model, loss, x, t = problem()
     optimizer = qd.QDOP(model, loss, lr=0.05)
