@@ -96,7 +96,7 @@ def _layers(model: nn.Module, wanted: set[Tensor], units: Units) -> Iterable[Lay
         parts: dict[str, nn.Module] = {"": module}
         if isinstance(adapter, Composite):
             parts = adapter.parts(module)
-            inside |= set(parts.values())
+            inside |= set(module.modules())
         found = []
         for part_name, part in parts.items():
             own = adapter_of(part)

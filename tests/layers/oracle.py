@@ -65,7 +65,7 @@ def unit_of(module: nn.Module, weight: Tensor) -> Tensor:
                 group = i // (weight.shape[0] // module.groups)
                 found[i, j] = group * weight.shape[1] + j
         return found
-    if isinstance(module, nn.LayerNorm | nn.GroupNorm | nn.modules.batchnorm._BatchNorm):
+    if isinstance(module, nn.LayerNorm | nn.GroupNorm | nn.modules.batchnorm._NormBase):
         return torch.arange(weight.numel()).view(weight.shape)
     rows = torch.arange(weight.shape[0])
     return rows.view(-1, *[1] * (weight.dim() - 1)).expand(weight.shape)

@@ -84,6 +84,12 @@ CASES: dict[str, tuple[Callable[[], nn.Module], Callable[[], Tensor], int, int]]
     "LayerNorm": (lambda: nn.LayerNorm(4), numbers(3, 4), 12, -1),
     "GroupNorm": (lambda: nn.GroupNorm(2, 4), numbers(4, 2, 3), 24, 1),
     "GroupNorm flat": (lambda: nn.GroupNorm(2, 4), numbers(4), 4, 1),
+    "InstanceNorm2d": (
+        lambda: nn.InstanceNorm2d(3, affine=True),
+        numbers(3, 2, 2),
+        12,
+        1,
+    ),
     "RMSNorm": (lambda: nn.RMSNorm(4), numbers(3, 4), 12, -1),
     "BatchNorm1d": (lambda: nn.BatchNorm1d(4), numbers(4), 4, 1),
     "BatchNorm1d on a sequence": (lambda: nn.BatchNorm1d(4), numbers(4, 3), 12, 1),

@@ -152,6 +152,39 @@ def test_every_time_step_is_one_more_occurrence(kind: str, metric: str) -> None:
         assert_close(optimizer.moments(weight), expected)
 
 
+@pytest.mark.parametrize("metric", METRICS)
+@pytest.mark.parametrize("kind", CELLS)
+def test_cells_in_a_loop_of_one_s_own(kind: str, metric: str) -> None:
+    class Loop(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer, self.head = CELLS[kind](IN, HIDDEN), nn.Linear(HIDDEN, 3)
+
+        def forward(self, x: Tensor) -> Tensor:
+            state: Any = None
+            for s in range(T):
+                state = self.layer(x[:, s], state)
+            return self.head(state[0] if isinstance(state, tuple) else state)
+
+    model, x, t, loss = Loop(), torch.randn(N, T, IN), torch.randint(3, (N,)), qd.Categorical()
+    optimizer, drawn = step(model, x, t, loss, metric, sharing="exact", samples=2)
+    y = model(x)
+    assert_sample_moments(optimizer, model.layer, y, vectors(metric, loss, y, t, drawn))
+
+
+def test_computed_weights_follow_the_diagonal_rule() -> None:
+    """A parametrized weight is no parameter: its layer is not looked into."""
+    model = Sequence(nn.GRU(IN, HIDDEN))
+    nn.utils.parametrizations.weight_norm(model.layer, "weight_hh_l0")
+    x, t, loss = torch.randn(N, T, IN), torch.randint(3, (N,)), qd.Categorical()
+    with pytest.warns(UserWarning, match=r"layer \(ParametrizedGRU\)"):
+        optimizer = qd.QDOP(model, loss, lr=0.01)
+    before = [p.detach().clone() for p in model.parameters()]
+    loss(model(x), t).backward()
+    optimizer.step()
+    assert all(not torch.equal(a, b) for a, b in zip(before, model.parameters(), strict=True))
+
+
 @pytest.mark.parametrize("bidirectional", [False, True])
 @pytest.mark.parametrize("kind", KINDS)
 def test_packed_sequences(kind: str, bidirectional: bool) -> None:

@@ -27,12 +27,15 @@ class AttentionAdapter(Composite):
 
     def parts(self, module: nn.Module) -> dict[str, nn.Module]:
         assert isinstance(module, nn.MultiheadAttention)
+        weights = [w for name, w in module.named_parameters() if name.endswith("_weight")]
+        if not weights or not isinstance(module.out_proj.weight, nn.Parameter):
+            return {}  # weights that are computed (a parametrization) cannot be had from here
         if module._qkv_same_embed_dim:
             inner: dict[str, nn.Module] = {
                 "in_proj": Part(module.in_proj_weight, module.in_proj_bias)
             }
         else:
-            weights = (module.q_proj_weight, module.k_proj_weight, module.v_proj_weight)
+            weights = [module.q_proj_weight, module.k_proj_weight, module.v_proj_weight]
             inner = {f"{k}_proj": Part(w, None) for k, w in zip("qkv", weights)}
             if module.in_proj_bias is not None:
                 inner["in_proj_bias"] = BiasPart(module.in_proj_bias)

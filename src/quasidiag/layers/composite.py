@@ -113,7 +113,7 @@ class Composite(Adapter):
     bias = None
 
     def parts(self, module: nn.Module) -> dict[str, nn.Module]:
-        """The dense layers inside, by name. Called once; parameters that are in none follow the diagonal rule."""
+        """The dense layers inside, by name. Parameters that are in none of them follow the diagonal rule."""
         raise NotImplementedError
 
     def outputs(self, module: nn.Module, output: Any) -> list[Tensor]:
@@ -127,7 +127,10 @@ class Composite(Adapter):
     def rerun(
         self, module: nn.Module, parts: dict[str, nn.Module], args: dict[str, Any], tape: Tape
     ) -> list[Tensor]:
-        """Compute :meth:`outputs` from the arguments of ``forward``, using ``tape.linear`` for every part."""
+        """Compute :meth:`outputs` from the arguments of ``forward``, using ``tape.linear`` for every part.
+
+        ``args["one_node"]`` says whether all outputs came from one node of the graph (a fused kernel).
+        """
         raise NotImplementedError
 
     def random(self, module: nn.Module) -> bool:
@@ -177,6 +180,7 @@ class Rerun:
         memo: dict[int, Tensor] = {}  # one tensor given twice stays one
         given = arguments(module, args, kwargs)
         self._args = {name: _detach(value, memo) for name, value in given.items()}
+        self._args["one_node"] = len({y.grad_fn for y in outputs}) == 1
         #: The samples, and, where they are second, what is first.
         self._samples, self.batch_second = adapter.layout(module, self._args)
         self._live = [y.requires_grad for y in outputs]

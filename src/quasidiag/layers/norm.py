@@ -98,6 +98,21 @@ class GroupNormAdapter(_ChannelsSecond):
         return F.group_norm(x, module.num_groups, eps=module.eps)
 
 
+@register_layer(nn.InstanceNorm1d, nn.InstanceNorm2d, nn.InstanceNorm3d)
+class InstanceNormAdapter(_ChannelsSecond):
+    """Channels second; what follows them is shared. For ``affine=True``."""
+
+    def activity(self, module: nn.Module, args: tuple[Any, ...]) -> Tensor:
+        dims = {nn.InstanceNorm1d: 3, nn.InstanceNorm2d: 4, nn.InstanceNorm3d: 5}
+        wanted = next(d for kind, d in dims.items() if isinstance(module, kind))
+        return need_batch(module, args[0], wanted)
+
+    def normalise(self, module: Any, x: Tensor) -> Tensor:
+        own = module.training or not module.track_running_stats
+        mean, var = (None, None) if own else (module.running_mean, module.running_var)
+        return F.instance_norm(x, mean, var, use_input_stats=own, eps=module.eps)
+
+
 @register_layer(nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d)
 class BatchNormAdapter(_ChannelsSecond):
     r"""Channels second; what follows them is shared.

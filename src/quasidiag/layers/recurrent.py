@@ -28,7 +28,10 @@ class RecurrentAdapter(Composite):
 
     def parts(self, module: nn.Module) -> dict[str, nn.Module]:
         found: dict[str, nn.Module] = {}
-        for name, weight in module.named_parameters(recurse=False):
+        own = dict(module.named_parameters(recurse=False))
+        if not all(name in own for name in module._flat_weights_names):  # type: ignore[union-attr]
+            return {}  # weights that are computed (a parametrization) cannot be had from here
+        for name, weight in own.items():
             if name.startswith("weight"):
                 bias = getattr(module, name.replace("weight", "bias", 1), None)
                 found[name.removeprefix("weight_")] = Part(weight, bias)
@@ -97,6 +100,40 @@ class RecurrentAdapter(Composite):
         return [x, *ends]
 
 
+@register_layer(nn.RNNCell, nn.LSTMCell, nn.GRUCell)
+class CellAdapter(Composite):
+    """One time step: :class:`torch.nn.RNNCell`, :class:`torch.nn.LSTMCell` and :class:`torch.nn.GRUCell`."""
+
+    def parts(self, module: nn.Module) -> dict[str, nn.Module]:
+        own = dict(module.named_parameters(recurse=False))
+        if "weight_ih" not in own or "weight_hh" not in own:
+            return {}
+        return {k: Part(own[f"weight_{k}"], own.get(f"bias_{k}")) for k in ("ih", "hh")}
+
+    def outputs(self, module: nn.Module, output: Any) -> list[Tensor]:
+        return list(output) if isinstance(output, tuple) else [output]
+
+    def layout(self, module: nn.Module, args: dict[str, Any]) -> tuple[int, int | None]:
+        x = args["input"]
+        return (len(x) if x.dim() == 2 else 1), None
+
+    def rerun(
+        self, module: Any, parts: dict[str, nn.Module], args: dict[str, Any], tape: Tape
+    ) -> list[Tensor]:
+        x, hx = args["input"], args["hx"]
+        batched = x.dim() == 2
+        x = x if batched else x.unsqueeze(0)
+        state = hx if isinstance(hx, tuple) else (() if hx is None else (hx,))
+        state = tuple(s if batched else s.unsqueeze(0) for s in state) or _zeros(module, x)
+        zx, zh = tape.linear(parts["ih"], x), tape.linear(parts["hh"], state[0])
+        new = _cell(module, zx, zh, state)
+        if isinstance(module, nn.LSTMCell) and not args["one_node"]:
+            # The derivative by c that arrives has come through h too, so it must not come that way again.
+            o = (zx + zh).chunk(4, -1)[3]
+            new = (o.sigmoid() * new[1].detach().tanh(), new[1])
+        return [y if batched else y.squeeze(0) for y in new]
+
+
 def _dropout_time_first(x: Tensor, p: float) -> Tensor:
     """The kernel draws its mask for ``[time, batch, features]``."""
     return F.dropout(x.transpose(0, 1).contiguous(), p).transpose(0, 1)
@@ -105,7 +142,9 @@ def _dropout_time_first(x: Tensor, p: float) -> Tensor:
 def _zeros(module: Any, x: Tensor) -> tuple[Tensor, ...]:
     size = getattr(module, "proj_size", 0) or module.hidden_size
     h = x.new_zeros(len(x), size)
-    return (h, x.new_zeros(len(x), module.hidden_size)) if isinstance(module, nn.LSTM) else (h,)
+    if isinstance(module, nn.LSTM | nn.LSTMCell):
+        return h, x.new_zeros(len(x), module.hidden_size)
+    return (h,)
 
 
 def _unroll(
@@ -137,11 +176,11 @@ def _unroll(
 
 def _cell(module: Any, zx: Tensor, zh: Tensor, state: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
     """The equations of :class:`torch.nn.LSTMCell`, :class:`torch.nn.GRUCell` and :class:`torch.nn.RNNCell`."""
-    if isinstance(module, nn.LSTM):
+    if isinstance(module, nn.LSTM | nn.LSTMCell):
         i, f, g, o = (zx + zh).chunk(4, -1)
         c = f.sigmoid() * state[1] + i.sigmoid() * g.tanh()
         return o.sigmoid() * c.tanh(), c
-    if isinstance(module, nn.GRU):
+    if isinstance(module, nn.GRU | nn.GRUCell):
         (rx, ux, nx), (rh, uh, nh) = zx.chunk(3, -1), zh.chunk(3, -1)
         r, u = (rx + rh).sigmoid(), (ux + uh).sigmoid()
         n = (nx + r * nh).tanh()
