@@ -31,6 +31,13 @@ def add_parser(subparsers: Any) -> None:
         "--rounds", type=int, help="rounds of interleaved timing (default: by preset)"
     )
     parser.add_argument("--no-curves", action="store_true", help="leave out cost against size")
+    parser.add_argument(
+        "--losses",
+        type=int,
+        metavar="EPOCHS",
+        help="also train on MNIST with the full and the amortised metric",
+    )
+    parser.add_argument("--data-dir", help="folder of the datasets (default: as 'quasidiag data')")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the results")
     parser.add_argument("--plot", type=Path, metavar="FILE", help="draw the results (.svg, .png)")
     parser.add_argument(
@@ -57,6 +64,12 @@ def run(arguments: argparse.Namespace) -> int:
         found, missing = peers.installed() if arguments.peers else ({}, {})
         results = measure.run(preset, found, arguments.rounds, _say)
         results = {"preset": arguments.preset, **results, "not_installed": missing}
+        if arguments.losses:
+            from quasidiag.bench import losses
+
+            results["amortised"] = losses.run(
+                preset.device, arguments.data_dir, arguments.losses, _say
+            )
     print(show.tables(results))
     if arguments.json:
         arguments.json.parent.mkdir(parents=True, exist_ok=True)

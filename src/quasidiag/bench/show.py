@@ -12,6 +12,8 @@ def tables(results: dict[str, Any]) -> str:
     parts = [machine, _update(results["update"])]
     parts += [_race(race) for race in results["races"]]
     parts += [_curve(curve) for curve in results["curves"]]
+    if "amortised" in results:
+        parts.append(_amortised(results["amortised"]))
     if results.get("not_installed"):
         parts.append("\n".join(f"- {k}: {v}" for k, v in results["not_installed"].items()))
     return "\n\n".join(parts)
@@ -52,6 +54,16 @@ def _curve(curve: dict[str, Any]) -> str:
     ]
     head = [f"ms (over SGD) against {curve['axis']}", *map(str, sizes)]
     return _markdown(head, rows)
+
+
+def _amortised(found: dict[str, Any]) -> str:
+    head = [f"training loss on {found['dataset']} after epoch", "farthest from the full metric"]
+    epochs = len(next(iter(found["losses"].values())))
+    rows = [
+        [name, f"{100 * found['departure'][name]:.1f} %", *(f"{v:.4f}" for v in values)]
+        for name, values in found["losses"].items()
+    ]
+    return _markdown([*head, *map(str, range(1, epochs + 1))], rows)
 
 
 def _update(update: dict[str, Any]) -> str:

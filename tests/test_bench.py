@@ -1,0 +1,101 @@
+"""The bench: what it measures, what it counts and what it prints."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+
+from quasidiag import cli
+from quasidiag.bench import floor, measure, peers, presets, show, timing
+from quasidiag.bench.workloads import gpt, mlp
+
+
+def test_floor_is_the_papers_count_of_multiplications() -> None:
+    workload = mlp((784, 800, 800, 10), 500)
+    base = floor.of("SGD", workload, 10)
+    assert base is not None
+    want = {"DOP": 1.40, "QDOP": 1.80, "QDMCNat": 2.00, "QDNat": 3.62, "QDOP, metric on 1/10": 1.08}
+    for name, ratio in want.items():
+        counted = floor.of(name, workload, 10)
+        assert counted is not None
+        assert counted.multiplications / base.multiplications == pytest.approx(ratio, abs=0.005)
+    assert base.bytes == 12 * sum(p.numel() for p in workload.model.parameters())
+    assert floor.of("AdamW", workload, 10) is None
+
+
+def test_floor_of_a_transformer_counts_the_tied_head() -> None:
+    workload = gpt(2, length=8, width=16, depth=1, heads=2, vocabulary=32, device="cpu")
+    samples, dense = 16, 16 * 48 + 16 * 16 + 2 * 16 * 64 + 16 * 32
+    extra = floor.metric(workload, kept=2, vectors=0)
+    assert extra.multiplications == 2 * samples * dense
+    assert floor.step(workload).multiplications >= 3 * samples * dense
+
+
+def test_ratios_are_taken_round_by_round() -> None:
+    slow = timing._summary([2.0, 20.0, 4.0], [1.0, 10.0, 2.0])
+    assert slow.ratio == slow.ratio_low == slow.ratio_high == 2.0
+    assert slow.median_ms == 4.0 and slow.ratio_of_least == 2.0
+
+
+def test_interleaved_times_everybody_in_every_round() -> None:
+    order: list[str] = []
+    calls = {name: (lambda name=name: order.append(name)) for name in ("a", "b")}
+    found = timing.interleaved(calls, "a", rounds=3, repeat=1, device=torch.device("cpu"))
+    assert order == ["a", "b"] * 4  # one round to warm up
+    assert found["a"].ratio == 1.0 and found["b"].rounds == 3
+
+
+def test_peak_memory_sees_what_a_call_holds() -> None:
+    def call() -> None:
+        x = torch.empty(1_000_000)
+        del x
+        torch.empty(10)
+
+    assert timing.peak_bytes(call, torch.device("cpu")) >= 4_000_000
+
+
+def test_smoke_writes_table_json_and_picture(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    out, picture = tmp_path / "deep" / "smoke.json", tmp_path / "smoke.svg"
+    assert cli.main(["bench", "smoke", "--json", str(out), "--plot", str(picture)]) == 0
+    results = json.loads(out.read_text())
+    (race,) = results["races"]
+    assert not race["failed"]
+    assert race["contenders"]["SGD"]["ratio"] == 1.0
+    # Two numbers a weight (and one a bias, and the shift), never a per-sample gradient.
+    assert 1.9 < race["contenders"]["QDOP"]["state_bytes_per_parameter"] / 4 < 2.1
+    assert 0.9 < race["contenders"]["DOP"]["state_bytes_per_parameter"] / 4 < 1.1
+    assert [p[0] for p in results["curves"][0]["points"]["QDOP"]] == [8, 16]
+    assert picture.read_text().count("<svg") == 1
+    printed = capsys.readouterr().out
+    assert "| QDNat" in printed and "over SGD" in printed
+    assert cli.main(["bench", "--from", str(out)]) == 0
+    assert capsys.readouterr().out == printed
+
+
+def test_peers_that_fail_are_reported_not_fatal() -> None:
+    race = presets.PRESETS["smoke"]().races[0]
+
+    def broken(workload: object) -> None:
+        raise RuntimeError("not today")
+
+    found = measure.race(race, {"Broken": broken}, 2, lambda line: None)  # type: ignore[dict-item]
+    assert found["failed"] == {"Broken": "RuntimeError: not today"}
+    assert "Broken failed: RuntimeError: not today" in show._race(found)
+
+
+def test_peers_are_those_that_can_be_imported() -> None:
+    found, missing = peers.installed()
+    assert {"RMSprop", "AdamW", "AdamW fused"} <= set(found)
+    assert not set(found) & set(missing)
+
+
+def test_h200_without_a_gpu_says_so(capsys: pytest.CaptureFixture[str]) -> None:
+    if torch.cuda.is_available():
+        pytest.skip("there is one")
+    assert cli.main(["bench", "h200"]) == 2
+    assert "no CUDA device" in capsys.readouterr().err
