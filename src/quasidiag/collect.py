@@ -201,33 +201,37 @@ class Collector:
         self._pass.calls.add(seen.call)
         if not self.due:
             return
-        for module, a, delta in seen.calls(deltas):
+        for call in seen.calls(deltas):
+            self._check_batch(seen, call)
+            module, a, delta = call
             share = max(1, round(self.fraction * len(a))) if self.fraction < 1 else len(a)
             more = self._pass.scale * (len(a) / share) ** 0.5
+            call = Call(module, a[:share], delta[:share])
             if self.sharing == "exact":
-                self._hold(seen, Call(module, a[:share], delta[:share]), more)
+                self._hold(call, more)
                 continue
-            a, delta = self._brought(seen, Call(module, a[:share], delta[:share]))
+            a, delta = self._brought(call)
             self._record(module, a, kernels.square(delta, more))
 
-    def _brought(self, seen: Seen, call: Call) -> tuple[Tensor, Tensor]:
+    def _brought(self, call: Call) -> tuple[Tensor, Tensor]:
         """Activity and derivative as the way of sharing has them."""
-        if self.sharing == "expand":
-            return call.a, call.delta
-        self._check_batch(seen, call)
-        return reduced(*call)
+        return (call.a, call.delta) if self.sharing == "expand" else reduced(*call)
 
-    def _hold(self, seen: Seen, call: Call, scale: float | Tensor) -> None:
-        self._check_batch(seen, call)
+    def _hold(self, call: Call, scale: float | Tensor) -> None:
         delta = call.delta.to(torch.promote_types(call.delta.dtype, torch.float32))
         self._calls.append(call._replace(delta=delta * scale))
 
     def _check_batch(self, seen: Seen, call: Call) -> None:
-        if self.fraction == 1 and len(call.a) != seen.batch:
+        """Where single samples matter they must be found: along the first dimension, as in the model's input."""
+        apart = self.sharing != "expand"
+        if (apart and len(call.a) != seen.batch) or (
+            self.fraction < 1 and len(call.a) % seen.batch
+        ):
+            what = f"sharing={self.sharing!r}" if apart else f"metric_fraction={self.fraction}"
             raise ValueError(
-                f"sharing={self.sharing!r} needs the samples apart, and a {type(seen.module).__name__} was given "
-                f"{len(call.a)} along its first dimension where the model was given {seen.batch}: keep the batch "
-                "dimension first throughout, or use sharing='expand'"
+                f"{what} needs the samples apart, and a {type(seen.module).__name__} was given {len(call.a)} along its "
+                f"first dimension where the model was given {seen.batch}: keep the batch dimension first throughout, or "
+                f"use {'sharing=' + repr('expand') if apart else 'metric_fraction=1.0'}"
             )
 
     def _sum_up(self) -> None:
@@ -268,10 +272,11 @@ class Collector:
         def take(use: Use, deltas: Deltas) -> None:
             sums = found.setdefault(use, {})
             for call in use.calls(deltas):
+                self._check_batch(use.seen, call)
                 if self.sharing == "exact":
-                    self._hold(use.seen, call, scale)
+                    self._hold(call, scale)
                     continue
-                a, delta = self._brought(use.seen, call)
+                a, delta = self._brought(call)
                 a, before = sums.get(call.module, (a, None))
                 sums[call.module] = a, kernels.square(delta, scale, onto=before)
 

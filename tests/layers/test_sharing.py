@@ -196,7 +196,7 @@ def test_custom_layers_without_patches() -> None:
         qd.Riemannian(model, lr=0.1, reduction="unitwise")
 
 
-@pytest.mark.parametrize("kind", ["exact", "reduce"])
+@pytest.mark.parametrize("kind", ["exact", "reduce", "expand"])
 def test_a_batch_that_is_not_first_is_told_before_anything_moves(kind: str) -> None:
     class Flat(nn.Module):
         def __init__(self) -> None:
@@ -208,9 +208,11 @@ def test_a_batch_that_is_not_first_is_told_before_anything_moves(kind: str) -> N
 
     model, loss = Flat(), qd.Categorical()
     before = [p.clone() for p in model.parameters()]
+    fraction = 0.5 if kind == "expand" else 1.0
     for metric in ("outer-product", "exact"):
+        options = {"metric": metric, "sharing": kind, "metric_fraction": fraction}
         with (
-            qd.Riemannian(model, loss, lr=0.1, metric=metric, sharing=kind),
+            qd.Riemannian(model, loss, lr=0.1, **options),  # type: ignore[arg-type]
             pytest.raises(ValueError, match="keep the batch dimension first"),
         ):
             loss(model(torch.randn(N, 5, 4)), torch.randint(3, (N,))).backward()

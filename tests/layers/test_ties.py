@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import copy
+import pickle
+
 import pytest
 import torch
 from oracle import (
@@ -170,3 +173,41 @@ def test_unused_parameters_stay(metric: str) -> None:
         optimizer.step()
         moved = [not torch.equal(a, b) for a, b in zip(before, model.parameters(), strict=True)]
         assert moved == [True] * 2 + [everything] * (len(moved) - 2)
+
+
+def test_copies_and_pickles_go_on_alone() -> None:
+    """Composite layers, ties and single samples: a copy watches its own model, and takes the same steps."""
+
+    class Words(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.embed, self.rnn = nn.Embedding(V, D), nn.LSTM(D, D, batch_first=True)
+            self.attention = nn.MultiheadAttention(D, 1, batch_first=True)
+            self.head = nn.Linear(D, V)
+            self.head.weight = self.embed.weight
+
+        def forward(self, tokens: Tensor) -> Tensor:
+            z = self.rnn(self.embed(tokens))[0]
+            return self.head(self.attention(z, z, z)[0].mean(1))
+
+    def train(model: nn.Module, optimizer: qd.Riemannian) -> Tensor:
+        torch.manual_seed(4)
+        for _ in range(3):
+            optimizer.zero_grad()
+            loss = optimizer.criterion(model(torch.randint(V, (N, L))), torch.randint(V, (N,)))
+            loss.backward()
+            optimizer.step()
+        return torch.cat([p.detach().flatten() for p in model.parameters()])
+
+    model = Words()
+    optimizer = qd.QDNat(model, qd.Categorical(), lr=0.01, sharing="exact")
+    train(model, optimizer)
+    whole = copy.deepcopy((model, optimizer))
+    again = pickle.loads(pickle.dumps((model.state_dict(), optimizer.state_dict())))
+    fresh = Words()
+    fresh.load_state_dict(again[0])
+    resumed = qd.QDNat(fresh, qd.Categorical(), lr=0.01, sharing="exact")
+    resumed.load_state_dict(again[1])
+    expected = train(model, optimizer)
+    assert torch.equal(train(*whole), expected)
+    assert torch.equal(train(fresh, resumed), expected)
