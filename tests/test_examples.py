@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 
 EXAMPLES = Path(__file__).parent.parent / "examples"
-#: Those that need several processes are started by the tests of the distributed optimizer.
-TORCHRUN = {"ddp", "fsdp2"}
+#: These have tests of their own; the first two need several processes.
+ELSEWHERE = {"ddp", "fsdp2", "qdop_from_scratch"}
 #: Smaller than the examples' own defaults: seconds, not minutes.
 SMALL = {
     "autoencoder": dict(epochs=2, digits=2000),
@@ -23,7 +23,7 @@ SMALL = {
     "skorch_grid_search": dict(epochs=4, digits=600),
     "variational_autoencoder": dict(epochs=2, digits=2000),
 }
-NAMES = sorted(path.stem for path in EXAMPLES.glob("*.py") if path.stem not in TORCHRUN)
+NAMES = sorted(path.stem for path in EXAMPLES.glob("*.py") if path.stem not in ELSEWHERE)
 
 
 @pytest.mark.parametrize("name", NAMES)

@@ -181,10 +181,14 @@ def autoencoder() -> None:
     families = {
         "Adam": (
             ADAM,
-            [1e-3, 3e-3, 1e-2],
+            [1e-3, 3e-3, 1e-2, 3e-2],
             lambda lr: lambda m, c: torch.optim.Adam(m.parameters(), lr),
         ),
-        "QDOP": (QUASI, [3e-3, 1e-2], lambda lr: lambda m, c: qd.QDOP(m, c, lr, metric_start=100)),
+        "QDOP": (
+            QUASI,
+            [1e-3, 3e-3, 1e-2, 3e-2],
+            lambda lr: lambda m, c: qd.QDOP(m, c, lr, metric_start=100),
+        ),
     }
     _, axes = plt.subplots(figsize=(7.2, 4.2))
     for name, (color, rates, make) in families.items():
