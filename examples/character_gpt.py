@@ -81,7 +81,7 @@ def main(steps: int = 400, batch: int = 32) -> list[float]:
     data = torch.tensor([number[character] for character in corpus])
 
     model, criterion = GPT(len(alphabet)), qd.Categorical()
-    optimizer = qd.QDOP(model, criterion, lr=1e-3, metric_start=100)
+    optimizer = qd.QDOP(model, criterion, lr=3e-3, eps=1e-5, metric_start=100)
 
     losses: list[float] = []
     window: list[float] = []

@@ -36,7 +36,7 @@ def main(epochs: int = 8, digits: int = 5000) -> list[float]:
     x = torch.tensor(pixels / 255, dtype=torch.float32)[torch.randperm(len(pixels))[:digits]]
 
     model, criterion = VAE(), qd.Bernoulli()
-    optimizer = qd.QDOP(model, criterion, lr=3e-3, metric_start=100)
+    optimizer = qd.QDOP(model, criterion, lr=1e-2, metric_start=100)
 
     losses = []
     for epoch in range(epochs):

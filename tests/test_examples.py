@@ -13,15 +13,15 @@ EXAMPLES = Path(__file__).parent.parent / "examples"
 ELSEWHERE = {"ddp", "fsdp2", "qdop_from_scratch"}
 #: Smaller than the examples' own defaults: seconds, not minutes.
 SMALL = {
-    "autoencoder": dict(epochs=2, digits=2000),
-    "character_gpt": dict(steps=60, batch=16),
+    "autoencoder": dict(epochs=2, digits=1000),
+    "character_gpt": dict(steps=60, batch=8),
     "convolutional": dict(epochs=2, digits=2000),
-    "huggingface_trainer": dict(epochs=3, digits=1500),
+    "huggingface_trainer": dict(epochs=3, digits=1000),
     "learned_noise": dict(epochs=4),
     "lightning_module": dict(epochs=2, digits=2000),
     "plain_pytorch": dict(epochs=2, digits=2000),
     "skorch_grid_search": dict(epochs=4, digits=600),
-    "variational_autoencoder": dict(epochs=2, digits=2000),
+    "variational_autoencoder": dict(epochs=2, digits=1000),
 }
 NAMES = sorted(path.stem for path in EXAMPLES.glob("*.py") if path.stem not in ELSEWHERE)
 

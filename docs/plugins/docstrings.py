@@ -20,7 +20,7 @@ def to_markdown(text: str) -> str:
     text = _tables(text)
     text = MATH.sub(r"\\(\1\\)", text)
     text = ROLE.sub(lambda match: f"`{match[2]}`", text)
-    text = re.sub(r"(?<!`)(\[\w+\]\[\w+\])", r"`\1`", text)  # indices, not a link
+    text = re.sub(r"(?<![`\w])(\[\w+\]\[\w+\])", r"`\1`", text)  # indices, not a link
     return re.sub(r"::\n\n((?: {4,}.*\n?|\n)+)", _literal, text)
 
 
