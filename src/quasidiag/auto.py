@@ -8,141 +8,215 @@ With the Riemannian gradient :math:`d = M^{-1} g` and the previous update :math:
 where :math:`F` is the Fisher matrix of the minibatch itself, no approximation: :math:`u^⊤ F v = ‹Ju, F_\text{out} Jv›`
 needs the derivatives of the outputs along two directions only. The damping :math:`λ` follows the ratio of actual to
 predicted decrease (Levenberg–Marquardt). All of these numbers are geometric, so the step depends on how inputs and
-activities are encoded no more than :math:`d` does.
+activities are encoded no more than :math:`d` does. Parameters outside of every block have no metric, only a diagonal
+rule of another scale: they make a direction of their own, with a third coefficient.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
+from quasidiag import distributed
 from quasidiag.outputs import OutputModel
-from quasidiag.replay import Replay
+from quasidiag.replay import Batch, Replay
+
+if TYPE_CHECKING:
+    from quasidiag.optimizer import Riemannian
+
+Direction = Mapping[Tensor, Tensor]
 
 #: The ratio of actual to predicted decrease is looked at every so many steps, and moves the damping by this factor.
 CHECK_EVERY, DECAY = 5, 0.95**5
+#: Above and below these ratios the damping falls and rises, within these bounds.
+GOOD, BAD = 0.75, 0.25
 DAMPING = 1e-6, 1e4
-#: Relative, on the diagonal of the two-by-two system: its directions may coincide.
+#: Relative, on the diagonal of the system of the coefficients: the directions may coincide.
 RIDGE = 1e-6
 
 
 @dataclass
 class Report:
-    """What the last step did. ``predicted`` and ``actual`` are changes of the loss, the latter when last looked at."""
+    r"""What the last step did.
+
+    Attributes:
+        alpha: :math:`α`, the length along the Riemannian gradient.
+        mu: :math:`μ`, the momentum.
+        other: the length along the direction of the parameters that are in no block.
+        damping: :math:`λ`.
+        predicted: the change of the loss that the quadratic model expected of the last step.
+        actual: the change of the loss on the same minibatch, when it was last looked at.
+        ratio: actual to predicted, when it was last looked at.
+        length: the step's length in the metric, :math:`δ^⊤ M δ`.
+        steps: steps so far.
+    """
 
     alpha: float = 0.0
     mu: float = 0.0
+    other: float = 0.0
     damping: float = 1.0
     predicted: float = 0.0
     actual: float = float("nan")
     ratio: float = float("nan")
-    #: The step's length in the metric, δᵀMδ.
     length: float = 0.0
     steps: int = 0
 
 
 def minimiser(linear: Tensor, quadratic: Tensor) -> Tensor:
-    r"""The coefficients *c* that minimise :math:`c·\text{linear} + \tfrac12 c^⊤ \text{quadratic}\, c`, in float64."""
+    r"""The coefficients *c* that minimise :math:`c·\text{linear} + \tfrac12 c^⊤ \text{quadratic}\, c`, in float64.
+
+    Zero where the system has no finite solution.
+    """
     scale = quadratic.diagonal().clamp_min(torch.finfo(torch.float64).tiny).rsqrt()
     system = quadratic * scale * scale.unsqueeze(1)
     system = system + RIDGE * torch.eye(len(linear), dtype=torch.float64)
-    return -scale * torch.linalg.solve(system, scale * linear)
+    best, failed = torch.linalg.solve_ex(system, (scale * linear).unsqueeze(1))
+    best = -scale * best.squeeze(1)
+    return torch.zeros_like(best) if failed or not bool(best.isfinite().all()) else best
 
 
 class QuadraticModel:
-    """Measures the model of the loss along given directions, and keeps the damping.
+    """Measures the model of the loss along given directions, and keeps the damping in ``report``.
 
     Args:
         replay: runs the model again on a share of the minibatch.
         share: that share.
+        report: where to write what was found, and to read it from at the next step.
     """
 
     def __init__(self, replay: Replay, share: float, report: Report) -> None:
         self.replay, self.share, self.report = replay, share, report
 
-    def step(
+    def coefficients(
         self,
-        gradient: Mapping[Tensor, Tensor],
-        direction: Mapping[Tensor, Tensor],
-        previous: Mapping[Tensor, Tensor],
+        gradient: Direction,
+        directions: Sequence[Direction],
+        images: Sequence[Direction | None],
         factor: float,
-        group: object = None,
-    ) -> tuple[float, float]:
-        """The coefficients ``(-α, μ)`` of ``direction`` and ``previous``, times ``factor``."""
-        directions = [direction, previous] if previous else [direction]
-        linear = [sum(_dot(gradient[p], u[p]) for p in u) for u in directions]
-        fisher = self._fisher(directions)
-        numbers = torch.cat([torch.stack(linear).double().cpu(), fisher.flatten().cpu()])
-        if group is not None:
-            dist.all_reduce(numbers, group=group)
-            numbers /= dist.get_world_size(group)
-        k = len(directions)
-        b, quadratic = numbers[:k], numbers[k:].view(k, k)
-        metric = self._metric(b)
-        best = minimiser(b, quadratic + self.report.damping * metric)
-        if not bool(best.isfinite().all()):
-            best = torch.zeros_like(best)
-        best = best * factor
-        self.report.predicted = float(b @ best + 0.5 * best @ quadratic @ best)
-        self.report.length = float(best @ metric @ best)
-        alpha, mu = float(best[0]), float(best[1]) if k > 1 else 0.0
-        self.report.alpha, self.report.mu = -alpha, mu
-        return alpha, mu
+        ranks: Any = None,
+    ) -> list[float]:
+        r"""The best coefficient of each direction *u*, times ``factor``.
 
-    def _fisher(self, directions: list[Mapping[Tensor, Tensor]]) -> Tensor:
-        criterion: OutputModel = self.replay.criterion
-        own = criterion.parameter_fisher()
+        ``images`` are the :math:`Mu`. The last update's is ``None``: of that the length is known, in the metric as it
+        was then.
+        """
+        k = len(directions)
+        linear = torch.stack([_dot(gradient, u) for u in directions])
+        fisher = self._fisher(directions)
+        # g and M are the same on all ranks, up to rounding; the minibatch is not.
+        numbers = _mean(torch.cat([linear, fisher.flatten()]), ranks)
+        linear, fisher = numbers[:k], numbers[k:].view(k, k)
+        metric = self._metric(directions, images)
+        best = minimiser(linear, fisher + self.report.damping * metric) * factor
+        self.report.predicted = float(linear @ best + 0.5 * best @ fisher @ best)
+        self.report.length = float(best @ metric @ best)
+        return best.tolist()
+
+    def _metric(
+        self, directions: Sequence[Direction], images: Sequence[Direction | None]
+    ) -> Tensor:
+        metric = torch.zeros(len(directions), len(directions), dtype=torch.float64)
+        for i, image in enumerate(images):
+            if image is None:
+                metric[i, i] = self.report.length
+                continue
+            for j, u in enumerate(directions):
+                metric[i, j] = metric[j, i] = _dot(image, u)
+        return metric
+
+    def _fisher(self, directions: Sequence[Direction]) -> Tensor:
+        own = self.replay.criterion.parameter_fisher()
         inner = [{p: u for p, u in d.items() if p not in own} for d in directions]
-        output, target, moved = self.replay.tangents(inner, self.share)
-        output = output.to(torch.promote_types(output.dtype, torch.float32))
+        total = torch.zeros(len(directions), len(directions), dtype=torch.float64)
+        for weight, batch in self.replay.weighted():
+            total += weight * self._form(batch, inner)
+        for i, u in enumerate(directions):
+            for j, v in enumerate(directions):
+                total[i, j] += sum(
+                    (own[p] * u[p] * v[p]).sum().item() for p in own if p in u and p in v
+                )
+        return total
+
+    def _form(self, batch: Batch, directions: Sequence[Direction]) -> Tensor:
+        r""":math:`‹Ju, F_\text{out} Jv›` on a share of a minibatch."""
+        criterion: OutputModel = self.replay.criterion
+        output, target, moved = self.replay.tangents(batch, directions, self.share)
+        dtype = torch.promote_types(output.dtype, torch.float32)
+        output, moved = output.to(dtype), [u.to(dtype) for u in moved]
         counted = criterion.counted(output, target)
         if counted is not None:
             moved = [torch.where(counted, u, 0.0) for u in moved]
-        terms = criterion.terms(output, target)
-        rows = [
-            [
-                criterion.inner(output, u, v) / terms
-                + sum((own[p] * du[p] * dv[p]).sum() for p in own if p in du and p in dv)
-                for v, dv in zip(moved, directions)
-            ]
-            for u, du in zip(moved, directions)
-        ]
-        return torch.stack([torch.stack(row) for row in rows]).double()
+        rows = [torch.stack([criterion.inner(output, u, v) for v in moved]) for u in moved]
+        form = torch.stack(rows).double() / max(1, int(criterion.terms(output, target)))
+        return form.cpu()
 
-    def _metric(self, linear: Tensor) -> Tensor:
-        r"""The metric's own quadratic form: :math:`M d = g`, and :math:`δ_-^⊤ M δ_-` as the last step left it."""
-        metric = torch.diag_embed(
-            linear.new_tensor([float(linear[0]), self.report.length])[: len(linear)]
-        )
-        if len(linear) > 1:
-            metric[0, 1] = metric[1, 0] = linear[1]
-        return metric
-
-    def look(self, group: object = None) -> None:
-        """Compare the actual decrease with the predicted one, and move the damping."""
+    def look(self, ranks: Any = None) -> None:
+        """Now and then: compare the actual decrease with the predicted one, and move the damping."""
         report = self.report
         report.steps += 1
-        if (report.steps - 1) % CHECK_EVERY or self.replay.loss is None:
+        if (report.steps - 1) % CHECK_EVERY:
             return
-        change = (self.replay.value() - self.replay.loss).double().cpu()
-        if group is not None:
-            dist.all_reduce(change, group=group)
-            change /= dist.get_world_size(group)
-        report.actual = float(change)
+        changes = [w * (self.replay.value(b) - b.loss) for w, b in self.replay.weighted()]
+        report.actual = float(_mean(torch.stack(changes).sum().double().cpu(), ranks))
         report.ratio = report.actual / report.predicted if report.predicted < 0 else -1.0
         low, high = DAMPING
-        if report.ratio > 0.75:
+        if report.ratio > GOOD:
             report.damping = max(report.damping * DECAY, low)
-        elif not report.ratio >= 0.25:
+        elif not report.ratio >= BAD:
             report.damping = min(report.damping / DECAY, high)
 
-    def saved(self) -> dict[str, float]:
-        return asdict(self.report)
+
+def descend_(optimizer: Riemannian, model: QuadraticModel) -> None:
+    r""":math:`θ ← θ - α d + μ δ_-`. A group's ``lr`` multiplies the whole step of its parameters."""
+    ranks = None if optimizer._exchange is None else optimizer._exchange.group
+    factors = {p: float(group["lr"]) for p, group in optimizer._group.items()}
+    factor = max(factors.values())
+    direction: dict[Tensor, Tensor] = dict(optimizer._directions())
+    gradient: Direction = {p: optimizer._gradient(p) for p in direction}
+    previous = {
+        p: optimizer.state[p]["update"] for p in direction if "update" in optimizer.state[p]
+    }
+    image: Direction = gradient
+    if any(factors[p] != factor for p in direction):
+        # The directions of a group with a smaller factor are that much shorter, and so are their images.
+        ratio = {p: factors[p] / factor for p in direction}
+        direction = {p: u.mul_(ratio[p]) for p, u in direction.items()}
+        previous = {p: u * ratio[p] for p, u in previous.items()}
+        image = {p: g * ratio[p] for p, g in gradient.items()}
+    others = set(optimizer._others)
+    known = {p: u for p, u in direction.items() if p not in others}
+    other = {p: u for p, u in direction.items() if p in others}
+    fresh: list[dict[Tensor, Tensor]] = [u for u in (known, other) if u]
+    directions: list[Direction] = [*fresh, previous] if previous else [*fresh]
+    images: list[Direction | None] = [{p: image[p] for p in u} for u in fresh]
+    best = model.coefficients(
+        gradient, directions, [*images, None][: len(directions)], factor, ranks
+    )
+    mu = best[len(fresh)] if previous else 0.0
+    for u, coefficient in zip(fresh, best):
+        for p, w in u.items():
+            w.mul_(coefficient)
+            if p in previous:
+                w.add_(previous[p], alpha=mu)
+            optimizer.state[p]["update"] = w
+            p.add_(w.to(p.dtype))
+    report = model.report
+    report.alpha = -best[0] if known else 0.0
+    report.other = -best[len(fresh) - 1] if other else 0.0
+    report.mu = mu
+    model.look(ranks)
 
 
-def _dot(a: Tensor, b: Tensor) -> Tensor:
-    return torch.dot(a.flatten(), b.flatten().to(a.dtype))
+def _dot(covector: Direction, u: Direction) -> Tensor:
+    """Over the parameters that both have, without waiting for a device more than once."""
+    pairs = [(covector[p].flatten(), v.flatten()) for p, v in u.items() if p in covector]
+    dots = [torch.dot(v, w.to(v.dtype)) for v, w in pairs]
+    return torch.stack([x.to(dots[0].device).double() for x in dots]).sum().cpu()
+
+
+def _mean(numbers: Tensor, ranks: Any) -> Tensor:
+    return numbers if ranks is None else distributed.mean(numbers, ranks)

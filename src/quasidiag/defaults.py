@@ -14,16 +14,17 @@ class Defaults(NamedTuple):
     gamma: float
     eps: float
     metric_start: str | int
+    safeguard: tuple[float, float, float] | None
 
 
+#: Of each unit's mean variance, of its layer's, and of the layer's mean ``m00`` (``reductions.safeguarded``).
+SAFEGUARD = (0.1, 0.01, 0.1)
 #: ``fixed`` is the paper's. With ``auto`` the ``lr`` is a factor, the metric starts as a plain average, and what keeps
 #: the solve away from zero is relative.
 DEFAULTS = {
-    "fixed": Defaults(lr=1e-2, gamma=0.01, eps=1e-8, metric_start="first"),
-    "auto": Defaults(lr=1.0, gamma=0.02, eps=0.0, metric_start=1_000_000),
+    "fixed": Defaults(lr=1e-2, gamma=0.01, eps=1e-8, metric_start="first", safeguard=None),
+    "auto": Defaults(lr=1.0, gamma=0.02, eps=0.0, metric_start=1_000_000, safeguard=SAFEGUARD),
 }
-#: Of each unit's mean variance, of its layer's, and of the layer's mean ``m00`` (``reductions.safeguarded``).
-SAFEGUARD = (0.1, 0.01, 0.1)
 
 
 def everything(model: nn.Module, criterion: nn.Module | None) -> list[dict[str, Any]]:

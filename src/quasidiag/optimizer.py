@@ -8,11 +8,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from quasidiag import distributed, placeholder, validate
-from quasidiag.auto import QuadraticModel, Report
+from quasidiag import auto, distributed, placeholder, validate
 from quasidiag.blocks import DiagonalBlock
 from quasidiag.collect import Collector, LossScale
-from quasidiag.defaults import DEFAULTS, SAFEGUARD, everything
+from quasidiag.defaults import DEFAULTS, everything
 from quasidiag.kernels.rule import Rule
 from quasidiag.moments import Moments
 from quasidiag.outputs import OutputModel
@@ -69,6 +68,8 @@ class Riemannian(Saved):
             ``"reduce"`` one position with the average activity.
         metric_fraction: the share of each minibatch that enters the metric.
         step_fraction: the share of each minibatch on which ``step="auto"`` measures its quadratic model.
+        safeguard: bounds on the metric relative to the mean of its unit and of its layer
+            (:func:`quasidiag.reductions.safeguarded`), or ``None`` for none; by default only ``step="auto"`` has them.
         loss_reduction: ``"mean"`` or ``"sum"``; what the loss does over the batch, where there is no criterion.
         loss_scale: what the loss is multiplied by before its backward pass, where there is no criterion to see it: a
             number, or a function such as ``torch.amp.GradScaler.get_scale``.
@@ -109,6 +110,7 @@ class Riemannian(Saved):
         metric_every: int = 1,
         metric_fraction: float = 1.0,
         step_fraction: float = 1.0,
+        safeguard: str | tuple[float, float, float] | None = "default",
         loss_reduction: str = "mean",
         loss_scale: LossScale = 1.0,
         seed: int = 0,
@@ -137,8 +139,11 @@ class Riemannian(Saved):
         )
         validate.criterion(criterion, metric, loss_reduction)
         if step == "auto":
-            validate.auto(model, criterion, momentum, weight_decay, capturable)
-        self.auto = Report() if step == "auto" else None
+            validate.auto(model, criterion, capturable)
+        self.auto = auto.Report() if step == "auto" else None
+        self.safeguard = (
+            preset.safeguard if safeguard == "default" else validate.safeguard(safeguard)
+        )
         self.step_fraction = step_fraction
         self.model, self.criterion = model, criterion
         self.metric, self.reduction, self.metric_start = metric, reduction, metric_start
@@ -180,7 +185,7 @@ class Riemannian(Saved):
         if self.auto is not None:
             assert self.criterion is not None
             replay = Replay(self.model, self.criterion)
-            self._model = QuadraticModel(replay, self.step_fraction, self.auto)
+            self._model = auto.QuadraticModel(replay, self.step_fraction, self.auto)
         self._count(self.steps)
 
     def _find(self) -> None:
@@ -190,7 +195,7 @@ class Riemannian(Saved):
         self._blocks, self._owner = self._units.blocks, self._units.owner
         for block in self._blocks:
             validate.one_device(block)
-            block.safeguard = SAFEGUARD if self.auto is not None else None
+            block.safeguard = self.safeguard
         covered = {p for block in self._blocks for p in block.parameters}
         if self.criterion is not None:
             covered |= set(self.criterion.parameter_fisher())
@@ -220,6 +225,8 @@ class Riemannian(Saved):
         group = {**self.defaults, **param_group}
         for name in ("lr", "gamma", "eps", "floor", "momentum", "weight_decay"):
             validate.number(name, group[name])
+        if self.auto is not None:
+            validate.auto_group(group)
         if not isinstance(group["params"], Tensor):
             group["params"] = list(group["params"])
             plain = [p[1] if isinstance(p, tuple) else p for p in group["params"]]
@@ -249,9 +256,11 @@ class Riemannian(Saved):
             return loss
         with self._full_precision():
             if ready(self):
+                if self._model is not None:
+                    self._model.replay.check()
                 self._update_metric()
                 if self._model is not None:
-                    self._descend_by_model_(self._model)
+                    auto.descend_(self, self._model)
                 else:
                     done = {block for block in self._blocks if self._descend_(block)}
                     for parameter, w in self._directions(done):
@@ -298,6 +307,8 @@ class Riemannian(Saved):
         """The gradients are gone, and what their backward passes left goes with them."""
         self._collector.restart()
         self._sums.clear()
+        if self._model is not None:
+            self._model.replay.restart()
 
     def _before_pass(self) -> None:
         """A backward pass begins. If gradients are accumulating, only its own activities will be kept."""
@@ -345,12 +356,14 @@ class Riemannian(Saved):
         if self._sums:
             self._fold()
         fresh: set[DiagonalBlock] = set()
+        gains: dict[float, float | Tensor] = {}  # on a GPU every product is a kernel
         for module, a, w in self._collector.records:
             block = self._owner[module]
             self._start(block, a)
             gamma = self._gamma(block)
+            gain = gains[gamma] = gains[gamma] if gamma in gains else gamma * factor
             keep = 1.0 if block in fresh else 1 - gamma
-            block.accumulate_(self.state, module, a, w, keep, gamma * factor)
+            block.accumulate_(self.state, module, a, w, keep, gain)
             fresh.add(block)
         for block in self._sums:
             self._start(block, self._sums.centre(block))
@@ -391,35 +404,6 @@ class Riemannian(Saved):
         rule = Rule.of(group, 1 / float(total) if summed else 1.0)
         rows, state = rows_of(block, self.state)
         return rows.descend_(state, gradients, rule)
-
-    def _descend_by_model_(self, model: QuadraticModel) -> None:
-        r""":math:`θ ← θ - α d + μ δ_-`, the coefficients from the quadratic model (:mod:`quasidiag.auto`)."""
-        if not model.replay.ready:
-            raise RuntimeError(
-                "step='auto' saw no loss: compute it with the criterion that the optimizer was given"
-            )
-        ranks = None if self._exchange is None else self._exchange.group
-        factor = max(float(group["lr"]) for group in self.param_groups)
-        direction: dict[Any, Tensor] = dict(self._directions())
-        for p, w in direction.items():
-            if (
-                self._group[p]["lr"] != factor
-            ):  # relative to the largest, which the model is told of
-                w.mul_(self._group[p]["lr"] / factor if factor else 0.0)
-        gradient = {p: self._gradient(p) for p in direction}
-        if "update" in self.state[next(iter(direction))]:
-            updates = {p: self.state[p].get("update") for p in direction}
-            previous = {
-                p: torch.zeros_like(direction[p]) if u is None else u for p, u in updates.items()
-            }
-        else:
-            previous = {}
-        alpha, mu = model.step(gradient, direction, previous, factor, ranks)
-        for p, w in direction.items():
-            update = w.mul_(alpha).add_(previous[p], alpha=mu) if previous else w.mul_(alpha)
-            self.state[p]["update"] = update
-            p.add_(update.to(p.dtype))
-        model.look(ranks)
 
     def _directions(
         self, without: Collection[DiagonalBlock] = ()
@@ -463,7 +447,8 @@ class Riemannian(Saved):
             state["square"] = v.square()
         else:
             state["square"].lerp_(v.square(), group["gamma"])
-        return v / (state["square"].sqrt() + group["eps"])
+        root = state["square"].sqrt() + group["eps"]
+        return torch.where(root > 0, v / root, 0.0)
 
     def _apply_(self, parameter: nn.Parameter, w: Tensor) -> None:
         group = self._group[parameter]

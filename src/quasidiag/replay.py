@@ -1,173 +1,256 @@
 """The minibatch once more: how the outputs move when the parameters do.
 
-A :class:`Replay` keeps the last minibatch of a model until the optimizer's step, runs the model on a share of it again
+A :class:`Replay` keeps the minibatches of a model until the optimizer's step, runs the model on a share of each again
 and takes the derivatives of the outputs along given directions by forward-mode differentiation, or by differences where
-an operation has no forward mode. Buffers (a batch norm's statistics) and random states are as they were afterwards.
+an operation has no forward mode. The model runs as it did then (dropout masks, autocast), and leaves its buffers (a
+batch norm's statistics) and the random state as they are now.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 import torch.autograd.forward_ad as forward_ad
 from torch import Tensor, nn
 from torch.func import functional_call
+from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.hooks import RemovableHandle
 
+from quasidiag.layers.composite import Surroundings
 from quasidiag.outputs import OutputModel
-from quasidiag.probe import Hook, tensors
+from quasidiag.probe import Hook, Loans, tensors
+from quasidiag.reading import Reading
 
 Direction = Mapping[Tensor, Tensor]
+Moved = tuple[Tensor, Tensor, list[Tensor]]
+
+#: From here on a power of two that a loss is multiplied by is a gradient scaler's, which is gone from the gradients.
+SCALER = 32.0
+
+
+@dataclass(eq=False)
+class Call:
+    """One call of the model, with what it gave until a criterion has judged it."""
+
+    arguments: tuple[Any, Any]
+    around: Surroundings
+    outputs: list[Tensor] = field(default_factory=list)
+    judged: bool = False
+
+    def share(self, share: float) -> tuple[Any, float]:
+        """The arguments of a share of the samples, and how large that share came to be."""
+        if share == 1:
+            return self.arguments, 1.0
+        batch = next(len(x) for x in tensors(self.arguments) if x.dim())
+        kept = max(1, math.ceil(share * batch))
+        return _first(self.arguments, batch, kept), kept / batch
+
+
+@dataclass(eq=False)
+class Batch:
+    """A call and what the criterion said of it; ``weight`` is the loss's part in what was backpropagated."""
+
+    call: Call
+    reading: Reading | None
+    target: Tensor
+    loss: Tensor
+    weight: Tensor | None = None
 
 
 class Replay:
-    """Remembers the last call of ``model`` in training and what ``criterion`` said of its output."""
+    """Remembers the calls of ``model`` in training and what ``criterion`` said of their outputs."""
 
     def __init__(self, model: nn.Module, criterion: OutputModel) -> None:
         self.model, self.criterion = model, criterion
-        #: Whether some operation of this model turned out to have no forward mode.
-        self.by_differences = False
-        self.clear()
+        #: How the derivatives are taken: the first of ``fast``, ``plain`` (kernels) and ``differences`` that works.
+        self.mode = "fast"
+        self._loans = Loans()
+        self._around: Surroundings | None = None
+        self._calls: list[Call] = []
+        self._batches: list[Batch] = []
         self._handles: list[RemovableHandle] = [
-            model.register_forward_hook(Hook(self._called), with_kwargs=True),
+            model.register_forward_pre_hook(Hook(self._entered)),
+            model.register_forward_hook(Hook(self._left), with_kwargs=True),
             criterion.register_forward_hook(Hook(self._judged)),
         ]
 
     def clear(self) -> None:
-        """Let go of the batch."""
-        self._call: tuple[Any, Any] | None = None
-        self._outputs: list[Tensor] = []
-        self._place: tuple[int, torch.Size] | None = None
-        self._target: Tensor | None = None
-        #: The loss that the criterion gave.
-        self.loss: Tensor | None = None
+        """Let go of the batches."""
+        self._loans.call_back()
+        self._around, self._calls, self._batches = None, [], []
+
+    def restart(self) -> None:
+        """Drop what was backpropagated; forward passes may still be waiting for theirs."""
+        self._batches = [batch for batch in self._batches if batch.weight is None]
 
     def close(self) -> None:
+        """Leave no hook behind."""
         self.clear()
         for handle in self._handles:
             handle.remove()
         self._handles.clear()
 
-    def _called(self, model: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
+    def _entered(self, model: nn.Module, args: Any) -> None:
         if model.training and torch.is_grad_enabled():
-            self._call = _slice((args, kwargs), None)
-            self._outputs = [x.detach() for x in tensors(output)]
+            self._around = Surroundings(model, random=True)
+
+    def _left(self, model: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
+        around, self._around = self._around, None
+        if around is not None:
+            self._calls = [call for call in self._calls if not call.judged]
+            arguments = _detached((args, kwargs))
+            self._calls.append(Call(arguments, around, [x.detach() for x in tensors(output)]))
 
     def _judged(self, criterion: nn.Module, args: tuple[Tensor, ...], loss: Tensor) -> None:
-        if not (self.model.training and loss.requires_grad and self._outputs):
+        if not (self.model.training and loss.requires_grad and self._calls):
             return
-        output, self._target = args[0].detach(), args[1].detach()
-        self.loss = loss.detach()
-        same = [i for i, x in enumerate(self._outputs) if x.data_ptr() == output.data_ptr()]
-        like = [i for i, x in enumerate(self._outputs) if x.numel() == output.numel()]
-        found = same or like
-        self._place = (found[0], output.shape[1:]) if found else None
-        self._outputs = []
+        output, target = args[0].detach(), args[1].detach()
+        found = ((call, Reading.find(output, call.outputs)) for call in reversed(self._calls))
+        unknown = self._calls[-1], None
+        call, reading = next((pair for pair in found if pair[1] is not None), unknown)
+        call.judged = True
+        batch = Batch(call, reading, target, loss.detach())
+        self._batches.append(batch)
+        loan = self._loans.lend(batch)
+
+        def backpropagated(gradient: Tensor) -> None:
+            if loan.lent is not None:
+                before = loan.lent.weight
+                loan.lent.weight = gradient.detach() if before is None else before + gradient
+
+        loss.register_hook(backpropagated)
+
+    def check(self) -> None:
+        """There is a minibatch to replay."""
+        if not self._used:
+            raise RuntimeError(
+                "step='auto' saw no loss: compute it with the criterion that the optimizer was given, on the output of "
+                "a forward pass in training mode"
+            )
+        if any(batch.reading is None for batch in self._used):
+            raise RuntimeError(
+                "step='auto' could not find the criterion's output among what the model returned: call the criterion "
+                "on the model's output itself (or a view of it), or give an lr"
+            )
 
     @property
-    def ready(self) -> bool:
-        return self._call is not None and self.loss is not None
+    def _used(self) -> list[Batch]:
+        return [batch for batch in self._batches if batch.weight is not None]
 
-    def tangents(
-        self, directions: Sequence[Direction], share: float
-    ) -> tuple[Tensor, Tensor, list[Tensor]]:
-        """The outputs on a share of the minibatch, their targets, and their derivative along each direction."""
-        call = self._share(share)
-        if not self.by_differences:
+    def weighted(self) -> list[tuple[float, Batch]]:
+        """The minibatches of this step and the weight of each in the loss, a gradient scaler's factor taken out."""
+        used = self._used
+        weights = [float(batch.weight) for batch in used if batch.weight is not None]
+        largest: dict[Call, float] = {}
+        for batch, weight in zip(used, weights):
+            largest[batch.call] = max(largest.get(batch.call, 0.0), weight)
+        total = sum(largest.values())
+        scale = 2.0 ** round(math.log2(total)) if total > 0 else 1.0
+        scaled = scale >= SCALER and abs(total / scale - 1) < 1e-3
+        return [
+            (weight / scale if scaled else weight, batch) for batch, weight in zip(used, weights)
+        ]
+
+    def tangents(self, batch: Batch, directions: Sequence[Direction], share: float) -> Moved:
+        """The outputs on a share of a minibatch, their targets, and their derivative along each direction."""
+        while self.mode != "differences":
             try:
-                pairs = [self._dual(call, u) for u in directions]
-                return (*self._judge(pairs[0][0]), [tangent for _, tangent in pairs])
-            except (NotImplementedError, RuntimeError) as error:
+                duals = [self._dual(batch, u, share) for u in directions]
+                output = duals[0][0]
+                return output, batch.target[: len(output)], [tangent for _, tangent in duals]
+            except RuntimeError as error:  # NotImplementedError is one
                 if isinstance(error, torch.cuda.OutOfMemoryError):
                     raise
-                self.by_differences = True
-        moved = [self._difference(call, u) for u in directions]
-        return (*self._judge(self._run(call, {})), moved)
+                self.mode = "plain" if self.mode == "fast" else "differences"
+        moved = [self._difference(batch, u, share) for u in directions]
+        output = self._run(batch, {}, share)
+        return output, batch.target[: len(output)], moved
 
-    def value(self) -> Tensor:
-        """The loss on the whole minibatch, at the parameters as they are now."""
-        assert self._call is not None
-        return self.criterion(*self._judge(self._run(self._call, {})))
-
-    def _judge(self, output: Tensor) -> tuple[Tensor, Tensor]:
-        assert self._target is not None
-        return output, self._target[: len(output)]
-
-    def _share(self, share: float) -> tuple[Any, Any]:
-        assert self._call is not None
-        batch = next(len(x) for x in tensors(self._call) if x.dim())
-        return _slice(self._call, (batch, max(1, math.ceil(share * batch))))
-
-    def _named(self, values: Direction) -> dict[str, Tensor]:
-        named = self._module.named_parameters(remove_duplicate=False)
-        return {name: values[p] for name, p in named if p in values}
+    def value(self, batch: Batch) -> Tensor:
+        """The loss on a whole minibatch, at the parameters as they are now."""
+        return self.criterion(self._run(batch, {}), batch.target)
 
     @property
     def _module(self) -> nn.Module:
         """The model itself, without what was put around it for speed or for several ranks."""
-        model = self.model
+        model: Any = self.model
         while isinstance(model, nn.parallel.DistributedDataParallel) or hasattr(model, "_orig_mod"):
             model = getattr(model, "_orig_mod", None) or model.module
         return model
 
-    def _run(self, call: tuple[Any, Any], parameters: Direction) -> Tensor:
-        if self._place is None:
-            raise RuntimeError(
-                "step='auto' could not find the criterion's output among what the model returned: call the criterion "
-                "on the model's output itself, or give an lr"
-            )
-        args, kwargs = call
-        buffers = {name: b.clone() for name, b in self._module.named_buffers()}
-        with _same_draws(next(iter(self._module.parameters())).device):
-            outputs = functional_call(
-                self._module, {**self._named(parameters), **buffers}, args, kwargs
-            )
-        number, shape = self._place
-        return list(tensors(outputs))[number].reshape(-1, *shape)
+    def _run(
+        self, batch: Batch, parameters: Direction, share: float = 1.0, full: bool = False
+    ) -> Tensor:
+        """The output as the criterion reads it, with these parameters in the place of the model's."""
+        assert batch.reading is not None
+        (args, kwargs), kept = batch.call.share(share)
+        module, around = self._module, batch.call.around
+        named = module.named_parameters(remove_duplicate=False)
+        given = {name: parameters[p] for name, p in named if p in parameters}
+        given |= {name: b.clone() for name, b in module.named_buffers()}
+        autocast = around.autocast and not full
+        with (
+            around.again(),
+            torch.no_grad(),
+            torch.autocast(around.kind, around.dtype, enabled=autocast, cache_enabled=False),
+        ):
+            outputs = functional_call(module, given, args, kwargs)
+        return batch.reading.of(list(tensors(outputs)), kept)
 
-    def _dual(self, call: tuple[Any, Any], direction: Direction) -> tuple[Tensor, Tensor]:
-        with forward_ad.dual_level():
+    def _dual(self, batch: Batch, direction: Direction, share: float) -> tuple[Tensor, Tensor]:
+        with ExitStack() as stack:
+            if self.mode == "plain":  # slower, made of operations that have a forward mode
+                stack.enter_context(sdpa_kernel(SDPBackend.MATH))
+                stack.enter_context(torch.backends.mkldnn.flags(enabled=False))
+                stack.enter_context(torch.backends.cudnn.flags(enabled=False))
+            stack.enter_context(forward_ad.dual_level())
             duals = {
                 p: forward_ad.make_dual(p.detach(), u.to(p.dtype)) for p, u in direction.items()
             }
-            output, tangent = forward_ad.unpack_dual(self._run(call, duals))
+            output, tangent = forward_ad.unpack_dual(self._run(batch, duals, share))
         return output, torch.zeros_like(output) if tangent is None else tangent
 
-    def _difference(self, call: tuple[Any, Any], direction: Direction) -> Tensor:
+    def _difference(self, batch: Batch, direction: Direction, share: float) -> Tensor:
         """A central difference, over a distance that balances rounding and curvature."""
-        size = sum(p.detach().double().square().sum() for p in direction).sqrt()
-        length = sum(u.double().square().sum() for u in direction.values()).sqrt()
-        dtype = next(iter(direction)).dtype
-        h = float(torch.finfo(dtype).eps ** (1 / 3) * size / length) if length > 0 else 0.0
-        if h == 0.0:
-            return torch.zeros_like(self._run(call, {}))
+        size = math.sqrt(sum(float(p.detach().double().square().sum()) for p in direction)) or 1.0
+        length = math.sqrt(sum(float(u.double().square().sum()) for u in direction.values()))
+        if length == 0.0:
+            return torch.zeros_like(self._run(batch, {}, share, full=True))
+        h = torch.finfo(next(iter(direction)).dtype).eps ** (1 / 3) * size / length
         ahead, behind = (
-            self._run(call, {p: p.detach() + s * h * u.to(p.dtype) for p, u in direction.items()})
-            for s in (1, -1)
+            self._run(
+                batch,
+                {p: p.detach() + sign * h * u.to(p.dtype) for p, u in direction.items()},
+                share,
+                full=True,
+            )
+            for sign in (1, -1)
         )
         return (ahead - behind) / (2 * h)
 
 
-@contextmanager
-def _same_draws(device: torch.device) -> Iterator[None]:
-    """Every run draws the same dropout masks, and leaves the random state as it was."""
-    devices = [device] if device.type == "cuda" else []
-    with torch.random.fork_rng(devices=devices):
-        torch.manual_seed(0)
-        yield
-
-
-def _slice(tree: Any, share: tuple[int, int] | None) -> Any:
-    """The first samples of every tensor that has the batch in front, detached."""
+def _detached(tree: Any) -> Any:
+    """The arguments without their history; what is not made of plain containers stays as it is."""
     if isinstance(tree, Tensor):
-        batched = share is not None and tree.dim() and len(tree) == share[0]
-        return tree.detach()[: share[1]] if share is not None and batched else tree.detach()
-    if isinstance(tree, dict):
-        return {key: _slice(branch, share) for key, branch in tree.items()}
+        return tree.detach()
+    if type(tree) is dict:
+        return {key: _detached(branch) for key, branch in tree.items()}
     if type(tree) in (tuple, list):
-        return type(tree)(_slice(branch, share) for branch in tree)
+        return type(tree)(_detached(branch) for branch in tree)
+    return tree
+
+
+def _first(tree: Any, batch: int, kept: int) -> Any:
+    """The first samples of every tensor that has the batch in front."""
+    if isinstance(tree, Tensor):
+        return tree[:kept] if tree.dim() and len(tree) == batch else tree
+    if isinstance(tree, dict):
+        return {key: _first(branch, batch, kept) for key, branch in tree.items()}
+    if type(tree) in (tuple, list):
+        return type(tree)(_first(branch, batch, kept) for branch in tree)
     return tree

@@ -103,26 +103,43 @@ def fraction(name: str, value: float) -> None:
         raise ValueError(f"{name} must be in (0, 1], not {value}")
 
 
-def auto(
-    model: nn.Module, criterion: object, momentum: float, weight_decay: float, capturable: bool
-) -> None:
+def safeguard(value: Any) -> tuple[float, float, float] | None:
+    """Three bounds, or none."""
+    if value is None:
+        return None
+    bounds = tuple(value)
+    if len(bounds) != 3 or not all(
+        isinstance(b, (int, float)) and 0 <= b < math.inf for b in bounds
+    ):
+        raise ValueError(
+            f"safeguard must be three finite numbers of at least 0, or None, not {value!r}"
+        )
+    return bounds
+
+
+def auto(model: nn.Module, criterion: object, capturable: bool) -> None:
     """``step="auto"`` can be had."""
     if criterion is None:
         raise ValueError(
             "step='auto' (no lr) measures the loss's own quadratic model, and needs the criterion, such as "
             "qd.Categorical(), that also computes your loss; or give an lr"
         )
-    if momentum or weight_decay:
-        raise ValueError(
-            "step='auto' takes its momentum from the quadratic model and has no weight_decay of its own: leave both "
-            "out, or give an lr"
-        )
     if capturable:
         raise ValueError(
-            "step='auto' solves its two-by-two system on the host: capturable needs an lr"
+            "step='auto' solves for its coefficients on the host: capturable needs an lr"
         )
     if any(hasattr(p, "placements") for p in model.parameters()):
         raise ValueError("step='auto' does not cover sharded parameters (fully_shard): give an lr")
+
+
+def auto_group(group: dict[str, Any]) -> None:
+    """A param group has nothing that ``step="auto"`` would not follow."""
+    for name in ("momentum", "weight_decay", "maximize"):
+        if group[name]:
+            raise ValueError(
+                f"step='auto' takes length and momentum from the quadratic model of the loss, and has no {name} of its "
+                "own: leave it out, or give an lr"
+            )
 
 
 def name_of(parameter: Tensor, model: nn.Module, criterion: nn.Module | None) -> str:
