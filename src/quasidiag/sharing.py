@@ -13,7 +13,8 @@ the metric of a unit (bias first, :math:`\tilde a = (1, a)`) is
 With one position all three are the same. ``expand`` is the cheapest, the layer's own gradient kernel twice. ``exact``
 forms gradients of single samples, a few at a time: never more than :data:`BUDGET` numbers at once, or one sample's if
 those are more. It sums over every call of a layer in a pass, so that a layer that is used twice, or two that share a
-weight, count as one. ``reduce`` takes each call for itself.
+weight, count as one; until the step it keeps the derivatives themselves, once for every vector of the metric.
+``reduce`` takes each call for itself.
 
 What the last two record is no activity of the layer itself, so it is filed under a *view* of it: a module without
 parameters, whose adapter knows what to do with it.
@@ -177,30 +178,23 @@ class SampleAdapter(Adapter):
             if kept is not None:
                 kept.mul_(keep)
         for calls in w.parts():
-            g0, gi = gradients(
-                calls,
-                None if into.m00 is None else into.m00.shape,
-                None if into.mii is None else into.mii.shape,
-            )
+            g0, gi = gradients(layer, calls, into.m00 is not None, into.mii is not None)
             if into.m00 is not None and g0 is not None:
-                into.m00.add_(g0.square().sum(0) * w.gain, alpha=gain)
+                total = g0.square().sum(0) * w.gain
+                into.m00.add_(total.view_as(into.m00), alpha=gain)
             if into.mii is not None and gi is not None:
-                into.mii.add_(gi.square().sum(0) * w.gain, alpha=gain)
+                total = gi.square().sum(0) * w.gain
+                into.mii.add_(adapter.unrows(layer, total, into.mii.shape), alpha=gain)
             if into.m0i is not None and g0 is not None and gi is not None:
-                rows = torch.stack([adapter.rows(layer, g) for g in gi])
-                row = (rows * g0.reshape(len(g0), -1, 1)).sum(0) * w.gain
-                into.m0i.add_(adapter.unrows(layer, row, into.m0i.shape), alpha=gain)
+                total = torch.einsum("nu,nui->ui", g0, gi) * w.gain
+                into.m0i.add_(adapter.unrows(layer, total, into.m0i.shape), alpha=gain)
 
     def full_block(self, module: nn.Module, a: Tensor, w: Any, bias: bool) -> Tensor:
         assert isinstance(module, View) and isinstance(w, Samples)
-        layer, adapter = module.of, known(module.of)
-        weight = getattr(layer, adapter.weight)
         total: Tensor | None = None
         for calls in w.parts():
-            units = getattr(layer, adapter.bias or "").shape if bias else None
-            g0, gi = gradients(calls, units, weight.shape)
-            assert gi is not None
-            g = torch.stack([adapter.rows(layer, one) for one in gi])
+            g0, g = gradients(module.of, calls, bias, True)
+            assert g is not None
             if g0 is not None:
                 g = torch.cat([g0.unsqueeze(-1), g], dim=-1)
             block = torch.einsum("nui,nuj->uij", g, g) * w.gain
@@ -210,26 +204,32 @@ class SampleAdapter(Adapter):
 
 
 def gradients(
-    calls: list[Call], bias: torch.Size | None, weight: torch.Size | None
+    layer: nn.Module, calls: list[Call], bias: bool, weight: bool
 ) -> tuple[Tensor | None, Tensor | None]:
-    """The gradients of every sample, ``[n, *bias]`` and ``[n, *weight]``, of what is asked for."""
+    """The gradients of every sample, ``[n, units]`` and ``[n, units, inputs]`` as ``layer`` has its rows."""
+    target = known(layer)
     g0: list[Tensor] = []
     gi: list[Tensor] = []
     for module, a, delta in calls:
         adapter = known(module)
         if adapter.has_patches:
             p, d = adapter.patches(module, a, delta)
-            if bias is not None:
-                g0.append(d.sum(1).reshape(len(d), *bias))
-            if weight is not None:
+            if bias:
+                g0.append(d.sum(1).flatten(1))
+            if weight:
                 rows = torch.einsum("nsgu,nsgi->ngui", d, p).flatten(1, 2)
-                gi.append(torch.stack([adapter.unrows(module, r, weight) for r in rows]))
+                if type(adapter) is not type(target):  # a tie between layers of different kinds
+                    shape = getattr(module, adapter.weight).shape
+                    own = [adapter.unrows(module, r, shape) for r in rows]
+                    rows = torch.stack([target.rows(layer, g) for g in own])
+                gi.append(rows)
             continue
         samples = [(a[n : n + 1], delta[n : n + 1]) for n in range(len(a))]
-        if bias is not None:
-            g0.append(torch.stack([adapter.bias_grad(module, d) for _, d in samples]))
-        if weight is not None:
-            gi.append(torch.stack([adapter.weight_grad(module, x, d) for x, d in samples]))
+        if bias:
+            g0.append(torch.stack([adapter.bias_grad(module, d).flatten() for _, d in samples]))
+        if weight:
+            own = [adapter.weight_grad(module, x, d) for x, d in samples]
+            gi.append(torch.stack([target.rows(layer, g) for g in own]))
     return (sum(g0[1:], g0[0]) if g0 else None), (sum(gi[1:], gi[0]) if gi else None)
 
 
