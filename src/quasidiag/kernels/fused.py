@@ -147,6 +147,51 @@ def _centre(
 
 
 @triton.jit
+def _products(
+    a, w, shift, m00, m0i, mii, rows, n, units, keep, gain,
+    SHIFT: tl.constexpr, M00: tl.constexpr, M0I: tl.constexpr, GAIN_TENSOR: tl.constexpr,
+    PRECISION: tl.constexpr, UNITS: tl.constexpr, INPUTS: tl.constexpr, ROWS: tl.constexpr,
+):  # fmt: skip
+    """All moments of a tile at once: ``a`` and ``w`` are read once, ``a`` squared on the way."""
+    u = tl.program_id(0) * UNITS + tl.arange(0, UNITS)
+    i = tl.program_id(1) * INPUTS + tl.arange(0, INPUTS)
+    s = tl.arange(0, ROWS)
+    if SHIFT:
+        c = tl.load(shift + i, mask=i < n, other=0.0)[None, :]
+    zeroth = tl.zeros([UNITS], tl.float32)
+    first = tl.zeros([UNITS, INPUTS], tl.float32)
+    second = tl.zeros([UNITS, INPUTS], tl.float32)
+    for start in range(0, rows, ROWS):
+        there = (start + s < rows)[:, None]
+        at = (start + s).to(tl.int64)[:, None]
+        weights = tl.load(w + at * units + u[None, :], mask=there & (u < units)[None, :], other=0.0)
+        x = tl.load(a + at * n + i[None, :], mask=there & (i < n)[None, :], other=0.0)
+        if SHIFT:
+            x -= c
+        turned = tl.trans(weights)
+        if M00:
+            zeroth += tl.sum(weights, 0)
+        if M0I:
+            first = tl.dot(turned, x, first, input_precision=PRECISION)
+        second = tl.dot(turned, x * x, second, input_precision=PRECISION)
+    if GAIN_TENSOR:
+        factor = tl.load(gain).to(tl.float32)
+    else:
+        factor = gain
+    offsets = u.to(tl.int64)[:, None] * n + i[None, :]
+    mask = (u < units)[:, None] & (i < n)[None, :]
+    if M00:
+        once = u + tl.program_id(1) * units < units  # by the first column of programs alone
+        old = tl.load(m00 + u, mask=once, other=0.0)
+        tl.store(m00 + u, keep * old + factor * zeroth, mask=once)
+    if M0I:
+        old = tl.load(m0i + offsets, mask=mask, other=0.0)
+        tl.store(m0i + offsets, keep * old + factor * first, mask=mask)
+    old = tl.load(mii + offsets, mask=mask, other=0.0)
+    tl.store(mii + offsets, keep * old + factor * second, mask=mask)
+
+
+@triton.jit
 def _bias(
     w, m00, rows, units, keep, gain, GAIN_TENSOR: tl.constexpr, UNITS: tl.constexpr,
     ROWS: tl.constexpr,
@@ -181,7 +226,7 @@ def quasi_diagonal(
 ) -> None:
     """Solve (``reductions.quasi_diagonal``) and, with what is given, write ``w``, follow momentum and step."""
     rows, n = mii.shape
-    block = min(triton.next_power_of_2(n), 1024)
+    block = max(16, min(triton.next_power_of_2(n), 1024))
     outputs = [t for pair in (w, buffers, thetas) for t in (pair or (m00, m00))]
     with _on(mii):
         _quasi_diagonal[(rows,)](
@@ -234,14 +279,50 @@ def square(delta: Tensor, scale: float | Tensor, onto: Tensor | None) -> Tensor:
     return out
 
 
+#: Float32 products of fewer multiplications than this go through one kernel of our own, larger ones through cuBLAS.
+SMALL = 2**30
+
+
 def accumulate_(
     into: Moments, a: Tensor, w: Tensor, shift: Tensor | None, keep: float, gain: float | Tensor
 ) -> None:
     """``into ← keep·into + gain·moments(a - shift, w)`` of a dense layer.
 
-    The products are cuBLAS's, with the old moments as its accumulator. One kernel that squares on the way and takes
-    both products at once moves less but multiplies at half the speed.
+    Where launches and passes over memory cost more than the products, one kernel does it all. Elsewhere the products
+    are cuBLAS's, with the old moments as its accumulator: it multiplies at nearly twice the speed.
     """
+    if a.dtype == torch.float32 and a.numel() * w.shape[1] < SMALL:
+        _accumulate_small_(into, a, w, shift, keep, gain)
+    else:
+        _accumulate_large_(into, a, w, shift, keep, gain)
+
+
+def _accumulate_small_(
+    into: Moments, a: Tensor, w: Tensor, shift: Tensor | None, keep: float, gain: float | Tensor
+) -> None:
+    (rows, n), units = a.shape, w.shape[1]
+    # Three products of halves are as exact as one of float32, and run on the tensor cores.
+    exact = torch.get_float32_matmul_precision() == "highest"
+    m00, m0i = (into.mii if m is None else m for m in (into.m00, into.m0i))
+    with _on(a):
+        _products[(triton.cdiv(units, 32), triton.cdiv(n, 64))](
+            *(a, w, a if shift is None else shift, m00, m0i, into.mii, rows, n, units, keep, gain),
+            SHIFT=shift is not None,
+            M00=into.m00 is not None,
+            M0I=into.m0i is not None,
+            GAIN_TENSOR=isinstance(gain, Tensor),
+            PRECISION="tf32x3" if exact else "tf32",
+            UNITS=32,
+            INPUTS=64,
+            ROWS=64,
+            num_warps=4,
+            num_stages=3,
+        )
+
+
+def _accumulate_large_(
+    into: Moments, a: Tensor, w: Tensor, shift: Tensor | None, keep: float, gain: float | Tensor
+) -> None:
     (rows, n), units = a.shape, w.shape[1]
     assert into.mii is not None
     squared = torch.empty_like(a, dtype=w.dtype)
