@@ -108,7 +108,8 @@ class Collector:
         self._units: Units | None = None
         self._handles: list[RemovableHandle] = []
         along = self._deliver if metric == "outer-product" else None
-        self.probe = Probe(model, along, self._reached if criterion is None else None)
+        reached = self._reached if criterion is None else None
+        self.probe = Probe(model, along, reached, Hook(self._between_passes))
         if criterion is not None:
             Hook.sweep(criterion)
             self._handles.append(criterion.register_forward_hook(Hook(self._judged)))
@@ -143,8 +144,7 @@ class Collector:
         """After the criterion: when the backward pass begins at its loss, collect."""
         if not (self.probe.active and loss.requires_grad):
             return
-        if torch._C._current_graph_task_id() == -1:
-            self._pass = None  # the last one may have ended in an error
+        self._between_passes()
         loan = self.probe.loans.lend(args)
 
         def begin(gradient: Tensor) -> None:
@@ -156,15 +156,18 @@ class Collector:
                 weight = gradient.to(torch.promote_types(gradient.dtype, torch.float32))
                 self._begin(Pass(torch.where(weight == 0, 0.0, terms / weight), terms))
             else:
-                self._pass.terms, self._pass.losses = (
-                    self._pass.terms + terms,
-                    self._pass.losses + 1,
-                )
+                self._pass.terms = self._pass.terms + terms
+                self._pass.losses += 1
             if self.metric != "outer-product":
                 with torch.autocast(output.device.type, enabled=False):
                     self._ask(criterion, output, target)
 
         loss.register_hook(begin)
+
+    def _between_passes(self) -> None:
+        """In a forward pass no backward pass is under way: one that is open has ended in an error."""
+        if torch._C._current_graph_task_id() == -1:
+            self._pass, self._calls = None, []
 
     def _begin(self, new: Pass) -> None:
         if self.before_pass is not None:
@@ -205,7 +208,9 @@ class Collector:
             self._check_batch(seen, call)
             module, a, delta = call
             share = max(1, round(self.fraction * len(a))) if self.fraction < 1 else len(a)
-            more = self._pass.scale * (len(a) / share) ** 0.5
+            more = self._pass.scale
+            if share < len(a):
+                more = more * (len(a) / share) ** 0.5
             call = Call(module, a[:share], delta[:share])
             if self.sharing == "exact":
                 self._hold(call, more)
