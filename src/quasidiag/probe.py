@@ -159,6 +159,7 @@ class Probe:
         on_delta: called as ``on_delta(seen, deltas)``, a derivative for each output, during the ordinary backward
             pass. Where it is ``None`` the calls are kept as :attr:`uses` instead, for whoever asks along the edges.
         on_output: called as ``on_output(batch)`` when a backward pass reaches the model's output.
+        on_call: called when the model is.
     """
 
     def __init__(
@@ -166,6 +167,7 @@ class Probe:
         model: nn.Module,
         on_delta: Callable[[Seen, Deltas], None] | None,
         on_output: Callable[[int], None] | None = None,
+        on_call: Callable[[], None] | None = None,
     ) -> None:
         self.model = model
         self.uses: list[Use] = []
@@ -173,7 +175,7 @@ class Probe:
         self.enabled = True
         #: The model's calls so far, and the number of samples in the last one.
         self.calls, self._batch, self._inside = 0, 0, False
-        self._on_delta, self._on_output = on_delta, on_output
+        self._on_delta, self._on_output, self._on_call = on_delta, on_output, on_call
         self._adapters: dict[nn.Module, Adapter] = {}
         self._parts: dict[nn.Module, dict[str, nn.Module]] = {}
         self._around: dict[nn.Module, Surroundings] = {}
@@ -209,6 +211,8 @@ class Probe:
     def _entered(self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """The model is called: how many samples are there?"""
         if self.active:
+            if self._on_call is not None:
+                self._on_call()
             first = next((x for x in tensors((args, kwargs)) if x.dim()), None)
             self._batch = 0 if first is None else first.shape[0]
             self._inside = True

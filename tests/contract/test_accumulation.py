@@ -198,3 +198,50 @@ def test_at_most_one_micro_batch_is_kept(kind: str) -> None:
         assert sum(ref() is not None for ref in alive) <= 1
     optimizer.step()
     assert all(ref() is None for ref in alive)
+
+
+class Fault(torch.autograd.Function):
+    """Identity, whose backward pass fails when told to."""
+
+    broken = False
+
+    @staticmethod
+    def forward(ctx, x: Tensor) -> Tensor:
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx, gradient: Tensor) -> Tensor:
+        if Fault.broken:
+            raise MemoryError("no room")
+        return gradient
+
+
+class Fragile(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        return Fault.apply(x)
+
+
+@pytest.mark.parametrize("kind", [*METRICS, "no criterion"])
+def test_a_backward_pass_that_fails_half_way_is_forgotten(kind: str) -> None:
+    ends = []
+    for spoilt in (False, True):
+        plain, loss, x, t = problem()
+        model = nn.Sequential(plain[0], Fragile(), plain[1], plain[2])
+        if kind == "no criterion":
+            loss = nn.CrossEntropyLoss()
+            optimizer: qd.Riemannian = qd.QDOP(model, lr=0.05)
+        else:
+            optimizer = qd.Riemannian(model, loss, lr=0.05, metric=kind)
+        if spoilt:
+            place = torch.Generator().manual_seed(optimizer.seed).get_state()
+            Fault.broken = True
+            with pytest.raises(MemoryError):
+                loss(model(100 * x), t).backward()
+            Fault.broken = False
+            model.zero_grad()
+            if optimizer._collector.generator is not None:
+                optimizer._collector.generator.set_state(place)
+        loss(model(x), t).backward()
+        optimizer.step()
+        ends.append(values(model) + metric(optimizer))
+    assert_same(*ends)
