@@ -46,6 +46,7 @@ def execute(
     checkpoint_seconds: float = 10.0,
     on_epoch: OnEpoch | None = None,
     graph: bool = True,
+    make: Callable[..., Trainer] = Trainer,
 ) -> Line | None:
     """Do a run, or what is left of it. None: the deadline (a ``time.time()``) came first; call again to go on."""
     store = RunDir(root, config)
@@ -57,7 +58,7 @@ def execute(
         if deadline is not None and time.time() > deadline:
             return None
         torch.set_flush_denormal(True)
-        trainer = Trainer(config, data_dir, graph)
+        trainer = make(config, data_dir, graph)
         store.begin(environment(config.device, trainer.data.source))
         if not store.restore(trainer):
             store.append(trainer.evaluate())

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import os
 import traceback
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,6 +17,7 @@ import torch
 from .config import Config, UsageError
 from .execute import OnEpoch, execute
 from .runs import Line
+from .train import Trainer
 
 
 @dataclass(frozen=True)
@@ -40,9 +41,17 @@ class Outcome:
     error: str | None = None
 
 
-def work(config: dict[str, Any], settings: Settings) -> Outcome:
+Work = Callable[[dict[str, Any], Settings], Outcome]
+
+
+def work(
+    config: dict[str, Any],
+    settings: Settings,
+    read: Callable[[dict[str, Any]], Config] = Config.from_dict,
+    make: Callable[..., Trainer] = Trainer,
+) -> Outcome:
     """What a worker does: one run, on one thread."""
-    resolved = Config.from_dict(config)
+    resolved = read(config)
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     on_epoch, close = _tensorboard(resolved, settings)
@@ -55,6 +64,7 @@ def work(config: dict[str, Any], settings: Settings) -> Outcome:
             checkpoint_seconds=settings.checkpoint_seconds,
             on_epoch=on_epoch,
             graph=settings.graph,
+            make=make,
         )
         return Outcome(resolved, result)
     except Exception:  # one broken run must not take the others with it
@@ -65,22 +75,28 @@ def work(config: dict[str, Any], settings: Settings) -> Outcome:
 
 
 def run_all(
-    configs: Sequence[Config], settings: Settings, jobs: int = 1, dask: str | None = None
+    configs: Sequence[Config],
+    settings: Settings,
+    jobs: int = 1,
+    dask: str | None = None,
+    work: Work = work,
 ) -> Iterator[Outcome]:
     """Do the runs; outcomes come as they are ready."""
     if dask is not None:
-        yield from _dask(configs, settings, dask)
+        yield from _dask(configs, settings, dask, work)
     elif jobs == 1 or len(configs) < 2:
         yield from (work(config.to_dict(), settings) for config in configs)
     else:
-        yield from _local(configs, settings, min(jobs, len(configs)))
+        yield from _local(configs, settings, min(jobs, len(configs)), work)
 
 
-def _local(configs: Sequence[Config], settings: Settings, jobs: int) -> Iterator[Outcome]:
+def _local(
+    configs: Sequence[Config], settings: Settings, jobs: int, work: Work
+) -> Iterator[Outcome]:
     try:
         from joblib import Parallel, delayed
     except ModuleNotFoundError:
-        yield from _standard_library(configs, settings, jobs)
+        yield from _standard_library(configs, settings, jobs, work)
         return
     parallel = Parallel(
         n_jobs=jobs,
@@ -93,7 +109,7 @@ def _local(configs: Sequence[Config], settings: Settings, jobs: int) -> Iterator
 
 
 def _standard_library(
-    configs: Sequence[Config], settings: Settings, jobs: int
+    configs: Sequence[Config], settings: Settings, jobs: int, work: Work
 ) -> Iterator[Outcome]:
     import multiprocessing
     from concurrent.futures import ProcessPoolExecutor, as_completed
@@ -105,7 +121,9 @@ def _standard_library(
             yield future.result()
 
 
-def _dask(configs: Sequence[Config], settings: Settings, address: str) -> Iterator[Outcome]:
+def _dask(
+    configs: Sequence[Config], settings: Settings, address: str, work: Work
+) -> Iterator[Outcome]:
     """On a Dask cluster whose workers see the same files; a worker that dies has its runs done by another."""
     try:
         from joblib import Parallel, delayed, parallel_config

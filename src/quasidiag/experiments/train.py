@@ -8,13 +8,17 @@ from __future__ import annotations
 
 import math
 import time
+from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any
 
 import numpy as np
 import torch
-from torch import Tensor
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+import quasidiag as qd
 
 from . import algorithms, datasets, models
 from .config import Config, UsageError
@@ -95,17 +99,33 @@ class Trainer:
 
     def __init__(self, config: Config, data_dir: str | None = None, graph: bool = True) -> None:
         self.config = config
-        self.data = split(config, data_dir)
+        self.data = self._data(data_dir)
         width = self.data.train[0].shape[1]
         if width != config.layers[0]:
             raise UsageError(f"{config.dataset} has {width} inputs, the network {config.layers[0]}")
         torch.manual_seed(config.seed)  # dropout draws from the default generator
-        model, criterion = models.build(config)
+        model, criterion = self._network()
         self.model, self.criterion = model.to(config.device), criterion.to(config.device)
-        self.optimizer = algorithms.make(config, self.model, self.criterion)
+        self.optimizer = self._optimizer()
         self.epoch, self.seconds = 0, 0.0
         graphed = graph and config.device != "cpu"
         self.step: Step = GraphedStep(self._step, self.optimizer) if graphed else self._step
+
+    def _data(self, data_dir: str | None) -> Split:
+        return split(self.config, data_dir)
+
+    def _network(self) -> tuple[nn.Module, qd.OutputModel]:
+        return models.build(self.config)
+
+    def _optimizer(self) -> Optimizer:
+        return algorithms.make(self.config, self.model, self.criterion)
+
+    def _minibatches(self) -> Iterator[tuple[Tensor, Tensor]]:
+        """In the order of the file."""
+        x, t = self.data.train
+        size = self.config.batch_size
+        for k in range(0, len(x), size):
+            yield x[k : k + size], t[k : k + size]
 
     def _step(self, x: Tensor, t: Tensor) -> None:
         self.optimizer.zero_grad()
@@ -114,14 +134,12 @@ class Trainer:
         self.criterion.project_()
 
     def train_epoch(self) -> None:
-        """Every minibatch once, in order; ``seconds`` grows by the time it took."""
-        x, t = self.data.train
-        size = self.config.batch_size
+        """Every minibatch once; ``seconds`` grows by the time it took."""
         self.model.train()
         self._wait()
         start = time.perf_counter()
-        for k in range(0, len(x), size):
-            self.step(x[k : k + size], t[k : k + size])
+        for x, t in self._minibatches():
+            self.step(x, t)
         self._wait()
         self.seconds += time.perf_counter() - start
         self.epoch += 1
