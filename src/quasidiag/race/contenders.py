@@ -1,0 +1,150 @@
+"""Who races: ours with nothing but its defaults, and peers at the best of several step sizes.
+
+Weight decay is off everywhere, because the training loss is what is compared. All that is not said here is each
+optimizer's own default.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from importlib.util import find_spec
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+import quasidiag as qd
+
+Make = Callable[[nn.Module, qd.OutputModel, float, str], Optimizer]
+
+OURS = "Riemannian"
+
+
+@dataclass(frozen=True)
+class Contender:
+    """``exponents`` of ten begin the search for its step size; ``graph``: a step can be a CUDA graph."""
+
+    make: Make
+    exponents: tuple[int, ...]
+    graph: bool = False
+    package: str | None = None
+
+    @property
+    def installed(self) -> bool:
+        if self.package is None:
+            return True
+        return find_spec(self.package) is not None
+
+
+class Together(Optimizer):
+    """Several optimizers, each for its own parameters, as one."""
+
+    def __init__(self, parts: Sequence[Optimizer]) -> None:
+        self.parts = [part for part in parts if part.param_groups]
+        super().__init__([p for part in self.parts for p in _parameters(part)], {})
+        self.param_groups = [group for part in self.parts for group in part.param_groups]
+
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        for part in self.parts:
+            part.step()
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"parts": [part.state_dict() for part in self.parts]}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        for part, state in zip(self.parts, state_dict["parts"]):
+            part.load_state_dict(state)
+        self.param_groups = [group for part in self.parts for group in part.param_groups]
+
+
+def _parameters(optimizer: Optimizer) -> list[Tensor]:
+    return [p for group in optimizer.param_groups for p in group["params"]]
+
+
+def _all(model: nn.Module, criterion: nn.Module) -> list[nn.Parameter]:
+    return [*model.parameters(), *criterion.parameters()]
+
+
+def _riemannian(model: nn.Module, criterion: qd.OutputModel, lr: float, device: str) -> Optimizer:
+    optimizer = qd.Riemannian(model, criterion)
+    for group in optimizer.param_groups:  # the factor: 1 unless its robustness is what is measured
+        group["lr"] = lr
+    return optimizer
+
+
+def _adamw(model: nn.Module, criterion: qd.OutputModel, lr: float, device: str) -> Optimizer:
+    return _adamw_of(_all(model, criterion), lr, device)
+
+
+def _adamw_of(parameters: list[nn.Parameter], lr: float, device: str) -> Optimizer:
+    return torch.optim.AdamW(
+        parameters, lr=lr, weight_decay=0.0, fused=True, capturable=device != "cpu"
+    )
+
+
+def _sgd(model: nn.Module, criterion: qd.OutputModel, lr: float, device: str) -> Optimizer:
+    return torch.optim.SGD(_all(model, criterion), lr=lr, momentum=0.9, fused=True)
+
+
+def _muon(model: nn.Module, criterion: qd.OutputModel, lr: float, device: str) -> Optimizer:
+    """Muon on the matrices, AdamW on the rest, embeddings among it, at the same step size."""
+    tables = {m.weight for m in model.modules() if isinstance(m, nn.Embedding)}
+    matrices = [p for p in model.parameters() if p.ndim == 2 and p not in tables]
+    own = {id(p) for p in matrices}
+    rest = [p for p in _all(model, criterion) if id(p) not in own]
+    muon = torch.optim.Muon(matrices, lr=lr, weight_decay=0.0)
+    return Together([muon, _adamw_of(rest, lr, device)])
+
+
+def _packaged(name: str, **options: Any) -> Make:
+    def make(model: nn.Module, criterion: qd.OutputModel, lr: float, device: str) -> Optimizer:
+        import pytorch_optimizer
+
+        optimizer = getattr(pytorch_optimizer, name)
+        made: Optimizer = optimizer(_all(model, criterion), lr=lr, weight_decay=0.0, **options)
+        return made
+
+    return make
+
+
+def _singd(kfac_like: bool) -> Make:
+    def make(model: nn.Module, criterion: qd.OutputModel, lr: float, device: str) -> Optimizer:
+        from singd.optim.optimizer import SINGD
+
+        sequence = any(isinstance(m, nn.Embedding) for m in model.modules())
+        part: Optimizer = SINGD(
+            model,
+            lr=lr,
+            kfac_like=kfac_like,
+            loss_average="batch+sequence" if sequence else "batch",
+            warn_unsupported=False,
+        )
+        others = list(criterion.parameters())
+        return Together([part, _adamw_of(others, 1e-3, device)]) if others else part
+
+    return make
+
+
+#: Ours first, then by how much they tell.
+CONTENDERS: dict[str, Contender] = {
+    OURS: Contender(_riemannian, (0,)),
+    "AdamW": Contender(_adamw, (-4, -3, -2), graph=True),
+    "Muon": Contender(_muon, (-3, -2, -1), graph=True),
+    "SGD": Contender(_sgd, (-3, -2, -1), graph=True),
+    "SOAP": Contender(_packaged("SOAP"), (-3, -2), package="pytorch_optimizer"),
+    "PSGD-Kron": Contender(_packaged("Kron"), (-3, -2), package="pytorch_optimizer"),
+    "Shampoo": Contender(
+        _packaged("Shampoo", momentum=0.9, preconditioning_compute_steps=10),
+        (-2, -1, 0),
+        package="pytorch_optimizer",
+    ),
+    "SINGD": Contender(_singd(False), (-3, -2), package="singd"),
+    "K-FAC": Contender(_singd(True), (-3, -2), package="singd"),
+}
+
+
+def installed() -> tuple[str, ...]:
+    """Those that can race here."""
+    return tuple(name for name, contender in CONTENDERS.items() if contender.installed)

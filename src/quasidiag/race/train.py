@@ -1,0 +1,126 @@
+"""One run of the race: the experiments' training loop with shuffled minibatches, a schedule and other networks."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from functools import lru_cache, partial
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+import quasidiag as qd
+from quasidiag.experiments import datasets, models, pool
+from quasidiag.experiments.config import Config, UsageError
+from quasidiag.experiments.graph import GraphedStep
+from quasidiag.experiments.train import Split, Trainer
+
+from . import networks
+from .contenders import CONTENDERS
+from .tasks import RaceConfig
+
+#: A worker goes from task to task; the device has room for the data of all.
+_load = lru_cache(maxsize=8)(datasets.load)
+
+
+@lru_cache(maxsize=8)
+def _on_device(dataset: str, device: str, data_dir: str | None) -> tuple[Tensor, Tensor | None]:
+    """All inputs, and the labels where there are some."""
+    data = _load(dataset, data_dir)
+    x = torch.from_numpy(np.ascontiguousarray(data.inputs)).to(device)
+    x = x.float() / 255 if x.dtype == torch.uint8 else x
+    labels = None if data.labels is None else torch.from_numpy(data.labels.astype(np.int64))
+    return x, None if labels is None else labels.to(device)
+
+
+def split(config: Config, data_dir: str | None) -> Split:
+    """The data of a run: the authors' split, full minibatches only."""
+    if config.dataset == "text":
+        rows = networks.text().to(config.device)
+        x, targets = rows[:, :-1], rows[:, 1:]
+        border, image, source = len(rows) * 5 // 6, None, "source text of Python's standard library"
+    else:
+        data = _load(config.dataset, data_dir)
+        x, labels = _on_device(config.dataset, config.device, data_dir)
+        border, image, source = data.train_size, data.image, data.source
+        if labels is None and not config.autoencoder:
+            raise UsageError(f"{config.dataset} has no classes")
+        targets = x if config.autoencoder or labels is None else labels
+    train = min(config.train_size or border, border) // config.batch_size * config.batch_size
+    if not train:
+        raise UsageError(f"{config.dataset} has no minibatch of {config.batch_size}")
+    stop = border + config.valid_size if config.valid_size else len(x)
+    seen = min(config.eval_size or train, train)
+    return Split(
+        (x[:train], targets[:train]),
+        (x[:seen], targets[:seen]),
+        (x[border:stop], targets[border:stop]),
+        image,
+        source,
+    )
+
+
+class RaceTrainer(Trainer):
+    """The state of a run between two epochs."""
+
+    config: RaceConfig
+
+    def __init__(self, config: Config, data_dir: str | None = None, graph: bool = True) -> None:
+        self._graph = graph and config.device != "cpu" and CONTENDERS[config.algorithm].graph
+        super().__init__(config, data_dir, graph=False)
+
+    def _data(self, data_dir: str | None) -> Split:
+        return split(self.config, data_dir)
+
+    def _network(self) -> tuple[nn.Module, qd.OutputModel]:
+        if self.config.network == "convolutional":
+            return networks.convolutional(), qd.Categorical()
+        if self.config.network == "gpt":
+            return networks.GPT(), qd.Categorical()
+        return models.build(self.config)
+
+    def _optimizer(self) -> Optimizer:
+        made = CONTENDERS[self.config.algorithm].make(
+            self.model, self.criterion, self.config.lr, self.config.device
+        )
+        self._lrs = [group["lr"] for group in made.param_groups]
+        return made
+
+    def _minibatches(self) -> Iterator[tuple[Tensor, Tensor]]:
+        """In an order that depends on the seed and the epoch only, so that a resumed run takes the same one."""
+        x, t = self.data.train
+        generator = torch.Generator().manual_seed(1000 * self.config.seed + self.epoch)
+        order = torch.randperm(len(x), generator=generator).to(x.device)
+        for chosen in order.split(self.config.batch_size):
+            yield x[chosen], t[chosen]
+
+    def train_epoch(self) -> None:
+        """An epoch at its own step size; a graph has the step size in it, and is captured anew when that changes."""
+        factor = self.config.factor(self.epoch)
+        for group, lr in zip(self.optimizer.param_groups, self._lrs):
+            group["lr"] = lr * factor
+        first = isinstance(self.step, GraphedStep)
+        if self._graph and not (first and self.config.schedule == "constant"):
+            self.step = GraphedStep(self._step, self.optimizer)
+        super().train_epoch()
+
+    def _sums(self, x: Tensor, t: Tensor) -> Tensor:
+        if self.config.autoencoder:
+            return super()._sums(x, t)
+        y = self.model(x)
+        wrong = (y.argmax(-1) != t).float().mean() * len(x)
+        return torch.stack([self.criterion(y, t) * len(x), wrong]).double()
+
+    def pictures(self) -> None:
+        """None are kept."""
+        return None
+
+
+def work(config: dict[str, Any], settings: pool.Settings) -> pool.Outcome:
+    """What a worker does."""
+    return _work(config, settings)
+
+
+_work = partial(pool.work, read=RaceConfig.from_dict, make=RaceTrainer)
