@@ -25,7 +25,7 @@ def run(function: Callable[..., Any], size: int, *args: Any) -> list[Any]:
         for process in processes:
             process.start()
         for process in processes:
-            process.join(timeout=120)
+            process.join(timeout=900)  # not a bound on speed: only a deadlock takes as long
         stuck = [rank for rank, process in enumerate(processes) if process.is_alive()]
         for process in processes:
             process.kill()

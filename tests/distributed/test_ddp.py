@@ -233,14 +233,15 @@ def test_a_layer_that_only_some_ranks_use() -> None:
 
 def step_without_lr(rank: int, size: int) -> Tensor:
     network, criterion = DDP(model()), qd.Categorical()
-    rule = qd.Riemannian(network, criterion, metric="exact")
+    rule = qd.Riemannian(network, criterion, metric="exact", step_fraction=1.0)
     train(network, rule, [part(b, rank, size) for b in batches()], criterion)
     return numbers(network)
 
 
 def test_the_step_without_a_learning_rate() -> None:
     network, criterion = model(), qd.Categorical()
-    train(network, qd.Riemannian(network, criterion, metric="exact"), batches(), criterion)
+    rule = qd.Riemannian(network, criterion, metric="exact", step_fraction=1.0)
+    train(network, rule, batches(), criterion)
     for result in run(step_without_lr, 2):
         same(result, numbers(network))
 
