@@ -11,7 +11,7 @@ import torch
 
 from quasidiag.experiments.datasets import Data, write_prepared
 
-SIZE = 360  # 300 to train on, 60 to check
+SIZE = 240  # 200 to train on, 40 to check
 
 
 def stand_in(name: str, classes: bool, image: tuple[int, int] | None, width: int) -> Data:

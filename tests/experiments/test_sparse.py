@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from itertools import pairwise
+
 import pytest
 import torch
 from torch import nn
@@ -21,7 +23,7 @@ def _float64():
 def twins(sizes=(12, 9, 5), fan_in=4):
     """A sparse network and the dense one with the same matrices."""
     sparse, dense = nn.Sequential(), nn.Sequential()
-    for i, (n, m) in enumerate(zip(sizes, sizes[1:])):
+    for i, (n, m) in enumerate(pairwise(sizes)):
         layer = SparseLinear(n, m, fan_in, seed=i)
         nn.init.normal_(layer.bias, generator=torch.Generator().manual_seed(i))
         full = nn.Linear(n, m)
@@ -63,10 +65,8 @@ def test_moments_are_brute_force_ones(preset):
     x, t = torch.randn(8, 12), torch.randint(5, (8,))
     criterion(sparse(x), t).backward()
     optimizer.step()
-    if preset is qd.QDMCNat:
-        targets = criterion.sample(dense(x), torch.Generator().manual_seed(0))
-    else:
-        targets = t
+    drawn = criterion.sample(dense(x), torch.Generator().manual_seed(0))
+    targets = drawn if preset is qd.QDMCNat else t
     expected = {id(layer): [0.0, 0.0, 0.0] for layer in dense[::2]}
     for n in range(8):
         output = dense(x[n : n + 1])

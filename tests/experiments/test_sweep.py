@@ -177,6 +177,6 @@ def test_real_data_at_smoke_scale(tmp_path, real_data):
     from quasidiag.cli import main
 
     words = ["inversion", "svhn", "faces", "eeg", "--scale", "smoke", "--jobs", "1", "epochs=1"]
-    words += ["--algorithms", "QDMCNat", "--runs", str(tmp_path), "--data-dir", str(real_data)]
+    words += ["--algorithms", "SGD", "--runs", str(tmp_path), "--data-dir", str(real_data)]
     assert main(["reproduce", *words]) == 0
     assert {path.stem for path in Path(tmp_path).glob("sweeps/*.json")} == set(words[:4])
