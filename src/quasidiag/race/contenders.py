@@ -59,6 +59,28 @@ class Together(Optimizer):
         self.param_groups = [group for part in self.parts for group in part.param_groups]
 
 
+class Muon32(torch.optim.Muon):
+    """Muon with its iteration in float32: few CPUs multiply in bfloat16 at any speed."""
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        for group in self.param_groups:
+            a, b, c = group["ns_coefficients"]
+            for p in (p for p in group["params"] if p.grad is not None):
+                state, g = self.state[p], p.grad
+                buffer = state.setdefault("momentum_buffer", torch.zeros_like(g))
+                buffer.lerp_(g, 1 - group["momentum"])
+                x = g.lerp(buffer, group["momentum"])
+                tall = x.shape[0] > x.shape[1]
+                x = x.T if tall else x
+                x = x / x.norm().clamp(min=group["eps"])
+                for _ in range(group["ns_steps"]):
+                    gram = x @ x.T
+                    x = torch.addmm(x, torch.addmm(gram, gram, gram, beta=b, alpha=c), x, beta=a)
+                longer = max(1, p.shape[0] / p.shape[1]) ** 0.5
+                p.add_(x.T if tall else x, alpha=-group["lr"] * longer)
+
+
 def _parameters(optimizer: Optimizer) -> list[Tensor]:
     return [p for group in optimizer.param_groups for p in group["params"]]
 
@@ -94,7 +116,8 @@ def _muon(model: nn.Module, criterion: qd.OutputModel, lr: float, device: str) -
     matrices = [p for p in model.parameters() if p.ndim == 2 and p not in tables]
     own = {id(p) for p in matrices}
     rest = [p for p in _all(model, criterion) if id(p) not in own]
-    muon = torch.optim.Muon(matrices, lr=lr, weight_decay=0.0)
+    kind = torch.optim.Muon if device != "cpu" else Muon32
+    muon = kind(matrices, lr=lr, weight_decay=0.0)
     return Together([muon, _adamw_of(rest, lr, device)])
 
 

@@ -171,7 +171,9 @@ TASKS: tuple[Task, ...] = (
         output="learned-gaussian",
         options=SIGMOID,
     ),
-    _task("eeg", "Autoencoder of an EEG", EEG, 100, dataset="eeg", output="gaussian", options=SIGMOID),
+    _task(
+        "eeg", "Autoencoder of an EEG", EEG, 100, dataset="eeg", output="gaussian", options=SIGMOID
+    ),
     _task("sparse", "Sparse nine-layer net", SPARSE, 20, options={**SIGMOID, "fan_in": 10}),
     _task(
         "convolutional",

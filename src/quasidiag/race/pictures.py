@@ -1,0 +1,98 @@
+"""The curves of the race, by step and by time, in the report's style."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from matplotlib import rc_context
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+
+from quasidiag.experiments.figures import STYLE, _logarithmic
+
+from .contenders import OURS
+
+COLOURS = {
+    OURS: "#b03d00",
+    "AdamW": "#00568a",
+    "Muon": "#00634a",
+    "SGD": "#6f6f6a",
+    "SOAP": "#9b4a83",
+    "PSGD-Kron": "#3d9bd6",
+    "Shampoo": "#c9800a",
+    "SINGD": "#2fa37e",
+    "K-FAC": "#7a5c00",
+}
+LOSS = {"train_nll": "Training NLL (nats)", "train_error": "Training half squared error"}
+
+
+def write(summaries: Sequence[dict[str, Any]], out: Path) -> list[Path]:
+    """One picture for each task."""
+    out.mkdir(parents=True, exist_ok=True)
+    written = []
+    with rc_context(STYLE):
+        for summary in (s for s in summaries if s["contenders"]):
+            path = out / f"{summary['task']}.png"
+            draw(summary).savefig(path, dpi=130, metadata={"Software": None})
+            written.append(path)
+    return written
+
+
+def draw(summary: dict[str, Any]) -> Figure:
+    """Loss by step, and by time where the time of a step was measured."""
+    timed = bool(summary["timing"])
+    figure = Figure(figsize=(8.6 if timed else 5.2, 4.2), layout="constrained")
+    axes = figure.subplots(1, 2 if timed else 1, squeeze=False, sharey=True)[0]
+    steps = summary["steps_per_epoch"]
+    _curves(axes[0], summary, {row["contender"]: steps for row in summary["contenders"]})
+    axes[0].set_xlabel(f"Step ({steps} an epoch, minibatches of {summary['batch_size']})")
+    axes[0].set_ylabel(LOSS[summary["loss"]])
+    if timed:
+        seconds = {
+            row["contender"]: steps * row["seconds_per_step"]
+            for row in summary["contenders"]
+            if row["seconds_per_step"]
+        }
+        _curves(axes[1], summary, seconds)
+        device = {"cpu": "CPU", "cuda": "GPU"}.get(summary["timing"].get("device", ""), "")
+        axes[1].set_xlabel(f"Seconds of updates {device}".rstrip())
+    drawn = [value for row in summary["contenders"] for value in row["curve"]["loss"][1:]]
+    _logarithmic(axes, drawn)
+    top, bottom = max(drawn), min(drawn)
+    margin = 0.05 * (top - bottom)
+    axes[0].set_ylim(
+        *((bottom / 1.1, top * 1.1) if bottom > 0 else (bottom - margin, top + margin))
+    )
+    figure.suptitle(summary["title"], fontsize=10)
+    handles, labels = axes[0].get_legend_handles_labels()
+    figure.legend(handles, labels, loc="outside lower center", ncols=3)
+    return figure
+
+
+def _curves(axis: Axes, summary: dict[str, Any], per_epoch: dict[str, float]) -> None:
+    """The first point is the end of the first epoch: nobody has done anything before."""
+    for row in summary["contenders"]:
+        name = row["contender"]
+        if name not in per_epoch:
+            continue
+        base, _, cosine = name.partition(", ")
+        x = [per_epoch[name] * epoch for epoch in row["curve"]["epoch"][1:]]
+        colour = COLOURS[base]
+        tuned = "" if base == OURS else f" ({row['lr']:g}, {row['schedule']})"
+        label = f"{name}{tuned}" if base != OURS else f"{name}, untuned"
+        axis.plot(
+            x,
+            row["curve"]["loss"][1:],
+            color=colour,
+            lw=2 if base == OURS else 1.2,
+            ls="--" if cosine else "-",
+            marker="o" if len(x) < 12 else None,
+            ms=2.5,
+            label=label,
+            zorder=3 if base == OURS else 2,
+        )
+        if row["seeds"] > 1:
+            band = (row["curve"]["low"][1:], row["curve"]["high"][1:])
+            axis.fill_between(x, *band, color=colour, alpha=0.15, lw=0)

@@ -1,0 +1,98 @@
+"""Which runs the race still needs, as a function of the results on disk (see :mod:`quasidiag.experiments.sweep`)."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from quasidiag.experiments.config import Config
+from quasidiag.experiments.runs import Line, RunDir
+from quasidiag.experiments.sweep import Sweep, best_of
+
+from .contenders import CONTENDERS, OURS
+from .tasks import FACTORS, ROBUSTNESS, SCHEDULES
+
+
+@dataclass(frozen=True)
+class Plan(Sweep):
+    """One task: every peer over step sizes and schedules, ours as it is and with the same schedules.
+
+    With ``robustness`` ours also runs at other factors and other minibatch sizes.
+    """
+
+    robustness: bool = False
+    extend: bool = True
+    data_dir: str | None = None
+
+    def cells(self) -> Iterator[tuple[str, str]]:
+        """Ours first: its runs are the longest."""
+        for algorithm in (a for a in CONTENDERS if a in self.algorithms):
+            yield from ((schedule, algorithm) for schedule in SCHEDULES)
+        if self.robustness and OURS in self.algorithms:
+            yield from ((variant, OURS) for variant in ROBUSTNESS)
+
+    def lrs(self, variant: str, algorithm: str) -> list[float]:
+        """Ours is not tuned: a factor of 1, and the others only to see what they do."""
+        if algorithm == OURS:
+            return list(FACTORS) if variant == "factor" else [1.0]
+        if not self.extend:
+            return self.experiment.grid(algorithm, self.scale)
+        return super().lrs(variant, algorithm)
+
+    def pending(self) -> list[Config]:
+        """The runs that can be done now; robustness needs one seed only."""
+        wanted = super().pending()
+        return [c for c in wanted if c.variant in SCHEDULES or c.seed == 0]
+
+    def metrics(self, config: Config) -> list[Line]:
+        """The curve of a run."""
+        return RunDir(self.root, config).metrics()
+
+    def best(self, algorithm: str) -> tuple[str, float] | None:
+        """The schedule and step size of the lowest final loss on the first seed; None where nothing ended well."""
+        found = {
+            (schedule, lr): value
+            for schedule in SCHEDULES
+            for lr, value in self.values(schedule, algorithm, self.lrs(schedule, algorithm)).items()
+            if math.isfinite(value)
+        }
+        return min(found, key=lambda key: found[key]) if found else None
+
+    def chosen(self, algorithm: str) -> dict[str, tuple[str, float]]:
+        """What stands for a contender, by the name it goes under: its best; ours constant, and with a cosine factor."""
+        if algorithm != OURS:
+            best = self.best(algorithm)
+            return {} if best is None else {algorithm: best}
+        kept = {}
+        for name, schedule in ((OURS, "constant"), (f"{OURS}, cosine", "cosine")):
+            if best_of(self.values(schedule, OURS, [1.0])) is not None:
+                kept[name] = (schedule, 1.0)
+        return kept
+
+    def curves(self, schedule: str, algorithm: str, lr: float) -> list[list[Line]]:
+        """The curves of all seeds that finished."""
+        seeds = self.experiment.scale(self.scale).seeds
+        configs = [self.config(schedule, algorithm, lr, seed) for seed in seeds]
+        done = [(config, self.result(config)) for config in configs]
+        return [self.metrics(c) for c, result in done if result and result["status"] == "finished"]
+
+    def tried(self, algorithm: str) -> list[dict[str, Any]]:
+        """Every run of a contender's search, with what became of it."""
+        return [
+            {"schedule": schedule, **self._tried(schedule, algorithm, lr)}
+            for schedule in SCHEDULES
+            for lr in self.lrs(schedule, algorithm)
+        ]
+
+
+def ordered(plans: Sequence[Plan]) -> list[Config]:
+    """All pending runs: ours first, then contender by contender, tasks in their order."""
+    rank = {name: k for k, name in enumerate(CONTENDERS)}
+    pending = [
+        (config.variant in ROBUSTNESS, rank[config.algorithm], config.seed, k, config)
+        for k, plan in enumerate(plans)
+        for config in plan.pending()
+    ]
+    return [entry[-1] for entry in sorted(pending, key=lambda entry: entry[:-1])]

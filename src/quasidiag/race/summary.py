@@ -1,0 +1,212 @@
+"""What the race says: steps and time to given losses, final losses, and how ours stands other factors and batches.
+
+Losses are evaluated once an epoch; in between they are taken to fall on a straight line, which for a curve that
+flattens out is later than the truth, for everybody alike.
+"""
+
+from __future__ import annotations
+
+import csv
+from collections.abc import Sequence
+from itertools import pairwise
+from pathlib import Path
+from statistics import fmean
+from typing import Any
+
+from quasidiag.experiments.runs import Line, write_json
+
+from .contenders import CONTENDERS, OURS
+from .plan import Plan
+from .tasks import FACTORS, ROBUSTNESS, find
+
+REFERENCE = "AdamW"
+#: Parts of the slowest contender's run at which the levels for the comparison by time are read.
+PARTS = (0.1, 0.5, 1.0)
+
+Curve = dict[str, list[float]]
+Timing = dict[str, dict[str, float]]
+
+
+def mean_curve(runs: Sequence[Sequence[Line]], key: str) -> Curve:
+    """Epochs, the mean loss over seeds, and its range."""
+    length = min(len(run) for run in runs)
+    values = [[run[k][key] for run in runs] for k in range(length)]
+    return {
+        "epoch": [float(runs[0][k]["epoch"]) for k in range(length)],
+        "loss": [fmean(at) for at in values],
+        "low": [min(at) for at in values],
+        "high": [max(at) for at in values],
+        "seconds": [fmean(run[k]["seconds"] for run in runs) for k in range(length)],
+        "valid": [
+            fmean(run[k][f"valid_{key.partition('_')[2]}"] for run in runs) for k in range(length)
+        ],
+    }
+
+
+def reached(curve: Curve, level: float) -> float | None:
+    """The epoch at which a curve first comes down to a level; None where it does not."""
+    previous: tuple[float, float] | None = None
+    for epoch, loss in zip(curve["epoch"], curve["loss"]):
+        if loss <= level:
+            if previous is None or previous[1] <= loss:
+                return epoch
+            before, above = previous
+            return before + (epoch - before) * (above - level) / (above - loss)
+        previous = (epoch, loss)
+    return None
+
+
+def at(curve: Curve, epoch: float) -> float:
+    """The loss at an epoch."""
+    pairs = list(zip(curve["epoch"], curve["loss"]))
+    for (e0, l0), (e1, l1) in pairwise(pairs):
+        if e0 <= epoch <= e1:
+            return l0 + (l1 - l0) * (epoch - e0) / (e1 - e0)
+    return pairs[-1][1]
+
+
+def summarise(plan: Plan, timing: Timing | None = None) -> dict[str, Any]:
+    """One task. ``timing``: seconds a step of each contender, measured in turns; else those of the runs count."""
+    task = find(plan.experiment.name)
+    rows: dict[str, dict[str, Any]] = {}
+    for algorithm in (a for a in CONTENDERS if a in plan.algorithms):
+        for name, (schedule, lr) in plan.chosen(algorithm).items():
+            runs = plan.curves(schedule, algorithm, lr)
+            if runs:
+                rows[name] = {
+                    "contender": name,
+                    "schedule": schedule,
+                    "lr": lr,
+                    "seeds": len(runs),
+                    "trials": sum(e["status"] != "missing" for e in plan.tried(algorithm)),
+                    "curve": mean_curve(runs, task.select),
+                }
+                if algorithm == OURS:
+                    rows[name]["trials"] = 1
+    config = plan.config("constant", OURS, 1.0)
+    steps = _steps_per_epoch(plan)
+    _compare(rows, steps, (timing or {}).get(task.name))
+    return {
+        "task": task.name,
+        "title": task.title,
+        "kind": task.kind,
+        "loss": task.select,
+        "dataset": plan.dataset,
+        "layers": list(task.layers),
+        "scale": plan.scale,
+        "device": plan.device,
+        "epochs": config.epochs,
+        "batch_size": config.batch_size,
+        "steps_per_epoch": steps,
+        "timing": (timing or {}).get(task.name),
+        "contenders": list(rows.values()),
+        "tried": {a: plan.tried(a) for a in CONTENDERS if a in plan.algorithms and a != OURS},
+        "robustness": _robustness(plan, rows) if plan.robustness else None,
+    }
+
+
+def _steps_per_epoch(plan: Plan) -> int:
+    """How many full minibatches the training data have."""
+    from .train import split
+
+    config = plan.config("constant", OURS, 1.0)
+    return len(split(config.override(["device=cpu"]), plan.data_dir).train[0]) // config.batch_size
+
+
+def _compare(rows: dict[str, dict[str, Any]], steps: int, timing: dict[str, float] | None) -> None:
+    """Write into each row what it reaches, and when."""
+    if not rows:
+        return
+    slowest = max(rows.values(), key=lambda row: row["curve"]["loss"][-1])
+    last = slowest["curve"]["epoch"][-1]
+    levels = {str(part): at(slowest["curve"], part * last) for part in PARTS}
+    reference = rows.get(REFERENCE)
+    for name, row in rows.items():
+        curve = row["curve"]
+        row["first"], row["final"] = (
+            curve["loss"][min(1, len(curve["loss"]) - 1)],
+            curve["loss"][-1],
+        )
+        measured = None if timing is None else timing.get(name.partition(",")[0])
+        row["seconds_per_step"] = measured
+        row["to_reference"] = row["ratio"] = None
+        if reference is not None:
+            epoch = reached(curve, reference["curve"]["loss"][-1])
+            total = reference["curve"]["epoch"][-1]
+            row["to_reference"] = None if epoch is None else round(epoch * steps)
+            row["ratio"] = None if epoch is None else epoch / total
+        row["levels"] = {}
+        for part, level in levels.items():
+            epoch = reached(curve, level)
+            row["levels"][part] = {
+                "loss": level,
+                "steps": None if epoch is None else round(epoch * steps),
+                "seconds": None if epoch is None or measured is None else epoch * steps * measured,
+            }
+
+
+def _robustness(plan: Plan, rows: dict[str, dict[str, Any]]) -> list[dict[str, Any]]:
+    """Ours at other factors and minibatch sizes, beside itself after the same number of epochs."""
+    found = []
+    for variant in ROBUSTNESS:
+        for lr in FACTORS if variant == "factor" else (1.0,):
+            config = plan.config(variant, OURS, lr)
+            result = plan.result(config)
+            if result is not None:
+                own = rows.get(OURS)
+                found.append(
+                    {
+                        "factor": lr,
+                        "batch_size": config.batch_size,
+                        "epochs": config.epochs,
+                        "status": result["status"],
+                        "loss": result["final"].get(plan.experiment.select),
+                        "default": None if own is None else at(own["curve"], config.epochs),
+                    }
+                )
+    return found
+
+
+def write(summaries: Sequence[dict[str, Any]], out: Path) -> None:
+    """``summary.json`` with everything, ``summary.csv`` and ``tables.md`` with the results."""
+    out.mkdir(parents=True, exist_ok=True)
+    write_json(out / "summary.json", list(summaries))
+    rows = [row for summary in summaries for row in _flat(summary)]
+    if rows:
+        with (out / "summary.csv").open("w", newline="", encoding="utf-8") as file:
+            writer = csv.DictWriter(file, fieldnames=list(rows[0]))
+            writer.writeheader()
+            writer.writerows(rows)
+    from .tables import tables
+
+    (out / "tables.md").write_text(tables(summaries), encoding="utf-8")
+
+
+def _flat(summary: dict[str, Any]) -> list[dict[str, Any]]:
+    return [
+        {
+            "task": summary["task"],
+            "contender": row["contender"],
+            "schedule": row["schedule"],
+            "lr": row["lr"],
+            "trials": row["trials"],
+            "seeds": row["seeds"],
+            "epochs": summary["epochs"],
+            "steps": summary["epochs"] * summary["steps_per_epoch"],
+            "loss_epoch_1": _short(row["first"]),
+            "loss_final": _short(row["final"]),
+            "steps_to_adamw_final": row["to_reference"],
+            "ratio_to_adamw_steps": _short(row["ratio"]),
+            "seconds_per_step": _short(row["seconds_per_step"]),
+            **{
+                f"{what}_to_{part}": _short(level[what])
+                for part, level in row["levels"].items()
+                for what in ("steps", "seconds")
+            },
+        }
+        for row in summary["contenders"]
+    ]
+
+
+def _short(value: float | None) -> float | str:
+    return "" if value is None else float(f"{value:.5g}")

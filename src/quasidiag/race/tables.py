@@ -1,0 +1,115 @@
+"""The summaries as tables in Markdown."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from .contenders import OURS
+from .summary import PARTS, REFERENCE
+
+
+def tables(summaries: Sequence[dict[str, Any]]) -> str:
+    """All of them, one after the other."""
+    known = [s for s in summaries if s["contenders"]]
+    parts = [finals(known), steps(known), times(known), robustness(known)]
+    return "\n\n".join(part for part in parts if part) + "\n"
+
+
+def names(summaries: Sequence[dict[str, Any]]) -> list[str]:
+    """Every contender that is in one of them, in order."""
+    return list(dict.fromkeys(row["contender"] for s in summaries for row in s["contenders"]))
+
+
+def finals(summaries: Sequence[dict[str, Any]]) -> str:
+    """The loss after one epoch and at the end; the best of a task is bold."""
+    columns = names(summaries)
+    lines = [("task", "epochs", *columns)]
+    for s in summaries:
+        rows = {row["contender"]: row for row in s["contenders"]}
+        first = min(row["first"] for row in rows.values())
+        last = min(row["final"] for row in rows.values())
+        cells = [
+            f"{_bold(rows[c]['first'], first)} → {_bold(rows[c]['final'], last)}"
+            if c in rows
+            else ""
+            for c in columns
+        ]
+        lines.append((s["title"], str(s["epochs"]), *cells))
+    return _titled("Training loss after the first epoch → the last", lines)
+
+
+def steps(summaries: Sequence[dict[str, Any]]) -> str:
+    """Steps until tuned AdamW's final loss, as a share of AdamW's."""
+    columns = [name for name in names(summaries) if name != REFERENCE]
+    lines = [("task", f"{REFERENCE}'s steps", "to a loss of", *columns)]
+    for s in summaries:
+        rows = {row["contender"]: row for row in s["contenders"]}
+        if REFERENCE in rows:
+            total = str(s["epochs"] * s["steps_per_epoch"])
+            cells = [_share(rows.get(c)) for c in columns]
+            lines.append((s["title"], total, _number(rows[REFERENCE]["final"]), *cells))
+    title = f"Steps to the loss that tuned {REFERENCE} ends with, as a share of {REFERENCE}'s"
+    return _titled(title, lines) if len(lines) > 1 else ""
+
+
+def times(summaries: Sequence[dict[str, Any]]) -> str:
+    """Seconds to the losses that the slowest has at 10, 50 and 100 % of its run."""
+    timed = [s for s in summaries if s["timing"]]
+    if not timed:
+        return ""
+    columns = names(timed)
+    lines = [("task", "level", "loss", *columns)]
+    for s in timed:
+        rows = {row["contender"]: row for row in s["contenders"]}
+        for part in map(str, PARTS):
+            seconds = {c: row["levels"][part]["seconds"] for c, row in rows.items()}
+            best = min((v for v in seconds.values() if v is not None), default=None)
+            level = _number(next(iter(rows.values()))["levels"][part]["loss"])
+            cells = [_bold(seconds.get(c), best) if c in rows else "" for c in columns]
+            lines.append((s["title"], f"{float(part):.0%}", level, *cells))
+    title = "Seconds to the losses that the slowest reaches at 10, 50 and 100 % of its run"
+    return _titled(title, lines)
+
+
+def robustness(summaries: Sequence[dict[str, Any]]) -> str:
+    """Ours at other factors and minibatch sizes."""
+    tested = [s for s in summaries if s["robustness"]]
+    if not tested:
+        return ""
+    keys = list(dict.fromkeys(_key(s, row) for s in tested for row in s["robustness"]))
+    lines = [("task", "epochs", *keys)]
+    for s in tested:
+        cells = {
+            _key(s, row): _number(row["loss"]) if row["status"] == "finished" else "diverged"
+            for row in s["robustness"]
+        }
+        epochs = str(s["robustness"][0]["epochs"])
+        lines.append((s["title"], epochs, *(cells.get(key, "") for key in keys)))
+    return _titled(f"Training loss of {OURS} at other factors and minibatch sizes", lines)
+
+
+def _key(summary: dict[str, Any], row: dict[str, Any]) -> str:
+    other = row["batch_size"] != summary["batch_size"]
+    return f"batch {row['batch_size']}" if other else f"factor {row['factor']:g}"
+
+
+def _share(row: dict[str, Any] | None) -> str:
+    if row is None:
+        return ""
+    return "not reached" if row["ratio"] is None else f"{row['ratio']:.2f}"
+
+
+def _number(value: float | None) -> str:
+    return "—" if value is None else f"{value:.3g}"
+
+
+def _bold(value: float | None, best: float | None) -> str:
+    return f"**{_number(value)}**" if value is not None and value == best else _number(value)
+
+
+def _titled(title: str, lines: Sequence[Sequence[str]]) -> str:
+    head, *body = lines
+    rule = ["---"] + ["---:"] * (len(head) - 1)
+    text = "\n".join("| " + " | ".join(line) + " |" for line in (head, rule, *body))
+    return f"**{title}**\n\n{text}"
