@@ -137,12 +137,20 @@ def test_square_of_half_precision_keeps_float32s_range() -> None:
     assert (got == 2.0**-86).all()
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize(
+    ("dtype", "inputs"),
+    [
+        (torch.float32, torch.float32),
+        (torch.bfloat16, torch.bfloat16),
+        (torch.bfloat16, torch.float32),
+    ],
+)
 @pytest.mark.parametrize("kept", ["quasi-diagonal", "diagonal"])
 @pytest.mark.parametrize("tensor_gain", [True, False])
 @pytest.mark.parametrize("small", [True, False])
 def test_products(
     dtype: torch.dtype,
+    inputs: torch.dtype,
     kept: str,
     tensor_gain: bool,
     small: bool,
@@ -154,7 +162,7 @@ def test_products(
     if dtype is torch.bfloat16 and DEVICE == "cpu":
         pytest.skip("only cuBLAS sums products of bfloat16 into float32")
     quasi = kept == "quasi-diagonal"
-    a = (torch.rand(150, 83, device=DEVICE) + 1).to(dtype)
+    a = (torch.rand(150, 83, device=DEVICE) + 1).to(inputs)
     w = torch.rand(150, 71, device=DEVICE).to(dtype)
     shift = a.float().mean(0) if quasi else None
     into = Moments(

@@ -30,6 +30,11 @@ def add_parser(subparsers: Any) -> None:
     parser.add_argument(
         "--rounds", type=int, help="rounds of interleaved timing (default: by preset)"
     )
+    parser.add_argument(
+        "--busy",
+        action="store_true",
+        help="count processor time of one thread, not the wall's: for a machine that others use too",
+    )
     parser.add_argument("--no-curves", action="store_true", help="leave out cost against size")
     parser.add_argument(
         "--losses",
@@ -62,7 +67,7 @@ def run(arguments: argparse.Namespace) -> int:
         if arguments.no_curves:
             preset.curves.clear()
         found, missing = peers.installed() if arguments.peers else ({}, {})
-        results = measure.run(preset, found, arguments.rounds, _say)
+        results = measure.run(preset, found, arguments.rounds, _say, arguments.busy)
         results = {"preset": arguments.preset, **results, "not_installed": missing}
         if arguments.losses:
             from quasidiag.bench import losses

@@ -48,7 +48,7 @@ def run(
     epochs: int,
     say: Callable[[str], None],
     dataset: str = "mnist",
-    lr: float = 1e-2,
+    lr: float = 1e-3,
 ) -> dict[str, Any]:
     """Losses after each epoch, and each variant's largest departure from its full metric's."""
     data = datasets.load(dataset, data_dir)

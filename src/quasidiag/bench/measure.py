@@ -22,26 +22,33 @@ from quasidiag.kernels.rule import Rule
 Say = Callable[[str], None]
 
 
-def run(preset: Preset, peers: Mapping[str, Make], rounds: int | None, say: Say) -> dict[str, Any]:
-    """Everything that the preset asks for."""
+def run(
+    preset: Preset, peers: Mapping[str, Make], rounds: int | None, say: Say, busy: bool = False
+) -> dict[str, Any]:
+    """Everything that the preset asks for; on a ``busy`` machine, the processor time of one thread."""
     device = torch.device(preset.device)
+    if busy:
+        torch.set_num_threads(1)
     results: dict[str, Any] = {"machine": machine(device), "races": [], "curves": []}
+    results["clock"] = "processor" if busy else "wall"
     results["update"] = update(preset.update, device)
     for item in preset.races:
-        results["races"].append(race(item, peers, rounds, say))
+        results["races"].append(race(item, peers, rounds, say, busy))
     for curve in preset.curves:
-        results["curves"].append(_curve(curve, rounds, say))
+        results["curves"].append(_curve(curve, rounds, say, busy))
     return results
 
 
-def race(item: Race, peers: Mapping[str, Make], rounds: int | None, say: Say) -> dict[str, Any]:
+def race(
+    item: Race, peers: Mapping[str, Make], rounds: int | None, say: Say, busy: bool = False
+) -> dict[str, Any]:
     """Time everybody on one workload; who fails is left out, with the reason."""
     workload = item.workload()
     classes = _classes(workload)
     calls, steps, failed = _prepare(workload, {**item.contenders, **peers})
     say(f"{workload.name}: {len(calls)} contenders")
     times = timing.interleaved(
-        calls, item.base, rounds or item.rounds, item.repeat, workload.device
+        calls, item.base, rounds or item.rounds, item.repeat, workload.device, busy
     )
     rates = _rates(workload)
     base_floor = floor.of("SGD", workload, classes)
@@ -100,14 +107,14 @@ def _peak(step: Any, workload: Workload) -> int:
     return 0 if workload.graph else timing.peak_bytes(step, workload.device)
 
 
-def _curve(curve: Curve, rounds: int | None, say: Say) -> dict[str, Any]:
+def _curve(curve: Curve, rounds: int | None, say: Say, busy: bool) -> dict[str, Any]:
     points: dict[str, list[list[float]]] = {name: [] for name in curve.contenders}
     for size, make in curve.workloads.items():
         workload = make()
         say(f"cost against {curve.axis}: {size}")
         calls, _, _ = _prepare(workload, curve.contenders)
         times = timing.interleaved(
-            calls, "SGD", rounds or curve.rounds, curve.repeat, workload.device
+            calls, "SGD", rounds or curve.rounds, curve.repeat, workload.device, busy
         )
         for name, t in times.items():
             points[name].append([size, t.median_ms, t.least_ms, t.ratio])

@@ -9,6 +9,7 @@ from typing import Any
 def tables(results: dict[str, Any]) -> str:
     """All tables, as Markdown."""
     machine = ", ".join(f"{k} {v}" for k, v in results["machine"].items())
+    machine += f"; {results['clock']} time"
     parts = [machine, _update(results["update"])]
     parts += [_race(race) for race in results["races"]]
     parts += [_curve(curve) for curve in results["curves"]]

@@ -32,14 +32,20 @@ class Timing:
 
 
 def interleaved(
-    calls: Mapping[str, Call], base: str, rounds: int, repeat: int, device: torch.device
+    calls: Mapping[str, Call],
+    base: str,
+    rounds: int,
+    repeat: int,
+    device: torch.device,
+    busy: bool = False,
 ) -> dict[str, Timing]:
     """Time ``repeat`` calls of each contender in each of ``rounds`` rounds.
 
     The ratio is the median over rounds of a contender's time over the base's *in the same round*, with the quartiles
-    as its spread: a slow moment of the machine hits both.
+    as its spread: a slow moment of the machine hits both. Where others keep the machine ``busy``, count the processor
+    time of this process in place of the wall's.
     """
-    clock = _cuda_ms if device.type == "cuda" else _wall_ms
+    clock = _cuda_ms if device.type == "cuda" else _cpu_ms if busy else _wall_ms
     for call in calls.values():
         clock(call, repeat)
     times: dict[str, list[float]] = {name: [] for name in calls}
@@ -73,6 +79,13 @@ def _wall_ms(call: Call, repeat: int) -> float:
     for _ in range(repeat):
         call()
     return (time.perf_counter() - start) * 1e3 / repeat
+
+
+def _cpu_ms(call: Call, repeat: int) -> float:
+    start = time.process_time()
+    for _ in range(repeat):
+        call()
+    return (time.process_time() - start) * 1e3 / repeat
 
 
 def _cuda_ms(call: Call, repeat: int) -> float:

@@ -149,10 +149,13 @@ def _centre(
 @triton.jit
 def _products(
     a, w, shift, m00, m0i, mii, rows, n, units, keep, gain,
-    SHIFT: tl.constexpr, M00: tl.constexpr, M0I: tl.constexpr, GAIN_TENSOR: tl.constexpr,
-    PRECISION: tl.constexpr, UNITS: tl.constexpr, INPUTS: tl.constexpr, ROWS: tl.constexpr,
+    SHIFT: tl.constexpr, GAIN_TENSOR: tl.constexpr,
+    UNITS: tl.constexpr, INPUTS: tl.constexpr, ROWS: tl.constexpr,
 ):  # fmt: skip
-    """All moments of a tile at once: ``a`` and ``w`` are read once, ``a`` squared on the way."""
+    """All moments of a tile at once: ``a`` and ``w`` are read once, ``a`` squared on the way.
+
+    A float32 product is taken as three of the tensor cores', which together are as exact.
+    """
     u = tl.program_id(0) * UNITS + tl.arange(0, UNITS)
     i = tl.program_id(1) * INPUTS + tl.arange(0, INPUTS)
     s = tl.arange(0, ROWS)
@@ -169,47 +172,22 @@ def _products(
         if SHIFT:
             x -= c
         turned = tl.trans(weights)
-        if M00:
-            zeroth += tl.sum(weights, 0)
-        if M0I:
-            first = tl.dot(turned, x, first, input_precision=PRECISION)
-        second = tl.dot(turned, x * x, second, input_precision=PRECISION)
+        zeroth += tl.sum(weights, 0)
+        first = tl.dot(turned, x, first, input_precision="tf32x3")
+        second = tl.dot(turned, x * x, second, input_precision="tf32x3")
     if GAIN_TENSOR:
         factor = tl.load(gain).to(tl.float32)
     else:
         factor = gain
     offsets = u.to(tl.int64)[:, None] * n + i[None, :]
     mask = (u < units)[:, None] & (i < n)[None, :]
-    if M00:
-        once = u + tl.program_id(1) * units < units  # by the first column of programs alone
-        old = tl.load(m00 + u, mask=once, other=0.0)
-        tl.store(m00 + u, keep * old + factor * zeroth, mask=once)
-    if M0I:
-        old = tl.load(m0i + offsets, mask=mask, other=0.0)
-        tl.store(m0i + offsets, keep * old + factor * first, mask=mask)
+    once = u + tl.program_id(1) * units < units  # by the first column of programs alone
+    old = tl.load(m00 + u, mask=once, other=0.0)
+    tl.store(m00 + u, keep * old + factor * zeroth, mask=once)
+    old = tl.load(m0i + offsets, mask=mask, other=0.0)
+    tl.store(m0i + offsets, keep * old + factor * first, mask=mask)
     old = tl.load(mii + offsets, mask=mask, other=0.0)
     tl.store(mii + offsets, keep * old + factor * second, mask=mask)
-
-
-@triton.jit
-def _bias(
-    w, m00, rows, units, keep, gain, GAIN_TENSOR: tl.constexpr, UNITS: tl.constexpr,
-    ROWS: tl.constexpr,
-):  # fmt: skip
-    """``m00 ← keep·m00 + gain·Σ w``."""
-    u = tl.program_id(0) * UNITS + tl.arange(0, UNITS)
-    s = tl.arange(0, ROWS)
-    total = tl.zeros([ROWS, UNITS], tl.float32)
-    for start in range(0, rows, ROWS):
-        at = (start + s).to(tl.int64)[:, None]
-        mask = (start + s < rows)[:, None] & (u < units)[None, :]
-        total += tl.load(w + at * units + u[None, :], mask=mask, other=0.0).to(tl.float32)
-    if GAIN_TENSOR:
-        factor = tl.load(gain).to(tl.float32)
-    else:
-        factor = gain
-    old = tl.load(m00 + u, mask=u < units, other=0.0)
-    tl.store(m00 + u, keep * old + factor * tl.sum(total, 0), mask=u < units)
 
 
 def quasi_diagonal(
@@ -230,7 +208,7 @@ def quasi_diagonal(
     outputs = [t for pair in (w, buffers, thetas) for t in (pair or (m00, m00))]
     with _on(mii):
         _quasi_diagonal[(rows,)](
-            *(m00, m0i, mii, v0, vi, m00 if shift is None else shift, n, *_numbers(rule)),
+            *(m00, m0i, mii, v0, vi, m00 if shift is None else shift, n, *rule),
             *(8 * torch.finfo(torch.float32).eps, *outputs),
             SHIFT=shift is not None,
             W=w is not None,
@@ -255,7 +233,7 @@ def diagonal(
     for m, v, *outputs in zip(*lists):
         with _on(m):
             _diagonal[(triton.cdiv(m.numel(), 1024),)](
-                *(m, v, m.numel(), *_numbers(rule), *outputs),
+                *(m, v, m.numel(), *rule, *outputs),
                 W=w is not None,
                 BUFFER=buffers is not None,
                 THETA=thetas is not None,
@@ -291,7 +269,8 @@ def accumulate_(
     Where launches and passes over memory cost more than the products, one kernel does it all. Elsewhere the products
     are cuBLAS's, with the old moments as its accumulator: it multiplies at nearly twice the speed.
     """
-    if a.dtype == torch.float32 and a.numel() * w.shape[1] < SMALL:
+    exact = torch.get_float32_matmul_precision() == "highest" and w.dtype == torch.float32
+    if exact and into.m0i is not None and a.numel() * w.shape[1] < SMALL:
         _accumulate_small_(into, a, w, shift, keep, gain)
     else:
         _accumulate_large_(into, a, w, shift, keep, gain)
@@ -301,17 +280,11 @@ def _accumulate_small_(
     into: Moments, a: Tensor, w: Tensor, shift: Tensor | None, keep: float, gain: float | Tensor
 ) -> None:
     (rows, n), units = a.shape, w.shape[1]
-    # Three products of halves are as exact as one of float32, and run on the tensor cores.
-    exact = torch.get_float32_matmul_precision() == "highest"
-    m00, m0i = (into.mii if m is None else m for m in (into.m00, into.m0i))
     with _on(a):
         _products[(triton.cdiv(units, 32), triton.cdiv(n, 64))](
-            *(a, w, a if shift is None else shift, m00, m0i, into.mii, rows, n, units, keep, gain),
+            *(a, w, a if shift is None else shift, *into, rows, n, units, keep, gain),
             SHIFT=shift is not None,
-            M00=into.m00 is not None,
-            M0I=into.m0i is not None,
             GAIN_TENSOR=isinstance(gain, Tensor),
-            PRECISION="tf32x3" if exact else "tf32",
             UNITS=32,
             INPUTS=64,
             ROWS=64,
@@ -323,24 +296,20 @@ def _accumulate_small_(
 def _accumulate_large_(
     into: Moments, a: Tensor, w: Tensor, shift: Tensor | None, keep: float, gain: float | Tensor
 ) -> None:
-    (rows, n), units = a.shape, w.shape[1]
-    assert into.mii is not None
+    rows, n = a.shape
     squared = torch.empty_like(a, dtype=w.dtype)
     centred = squared if into.m0i is None else torch.empty_like(squared)
     block = min(triton.next_power_of_2(n), 1024)
-    tensor = isinstance(gain, Tensor)
     with _on(a):
         _centre[(rows, triton.cdiv(n, block))](
             *(a, a if shift is None else shift, gain, centred, squared, n),
             SHIFT=shift is not None,
             CENTRED=into.m0i is not None,
-            GAIN_TENSOR=tensor,
+            GAIN_TENSOR=isinstance(gain, Tensor),
             BLOCK=block,
         )
-        if into.m00 is not None:
-            _bias[(triton.cdiv(units, 32),)](
-                *(w, into.m00, rows, units, keep, gain), GAIN_TENSOR=tensor, UNITS=32, ROWS=64
-            )
+    if into.m00 is not None:
+        into.m00.mul_(keep).add_(w.sum(0, dtype=into.m00.dtype) * gain)
     for moment, x in ((into.m0i, centred), (into.mii, squared)):
         if moment is None:
             continue
@@ -350,10 +319,6 @@ def _accumulate_large_(
             torch.ops.aten.addmm.dtype_out(
                 moment, w.T, x, moment.dtype, beta=keep, alpha=1.0, out=moment
             )
-
-
-def _numbers(rule: Rule) -> tuple[float | Tensor, ...]:
-    return tuple(rule)
 
 
 def _on(tensor: Tensor) -> torch.cuda.device:

@@ -95,10 +95,12 @@ def square(delta: Tensor, scale: float | Tensor, onto: Tensor | None = None) -> 
 def accumulate_(
     into: Moments, a: Tensor, w: Tensor, shift: Tensor | None, keep: float, gain: float | Tensor
 ) -> bool:
-    """See ``kernels.accumulate_``: half-precision activities with bfloat16 weights, or float32 with float32."""
-    # PyTorch before 2.8 cannot sum products of half-precision numbers into float32.
-    halves = a.dtype in _HALVES and w.dtype == torch.bfloat16
-    mixed = halves and a.is_cuda and "dtype_out" in torch.ops.aten.addmm.overloads()
+    """See ``kernels.accumulate_``: in float32, or in bfloat16 where that is what the derivatives came in."""
+    # Under autocast a layer may be given float32 and still multiply in half precision, so w decides. PyTorch before
+    # 2.8 cannot sum products of half-precision numbers into float32.
+    mixed = (
+        w.dtype == torch.bfloat16 and a.is_cuda and "dtype_out" in torch.ops.aten.addmm.overloads()
+    )
     same = a.dtype == w.dtype == torch.float32
     if not ((same or mixed) and _floats([a, w]) and usable(*into, shift)):
         return False
