@@ -1,87 +1,104 @@
-"""Convolutions, recurrent layers, attention and tied weights on several ranks: the run of one rank with all samples."""
+"""Layers other than dense ones, and every way of weight sharing, on several ranks."""
 
 from typing import Any
 
 import pytest
 import torch
-from problems import optimizer, part, same, train
+from problems import numbers, same
 from ranks import run
+from test_fsdp import whole
 from torch import Tensor, nn
 from torch.distributed.fsdp import fully_shard
+from torch.nn.parallel import DistributedDataParallel as DDP
 
-WAYS = [
-    ("exact", {}),
-    ("outer-product", {"sharing": "exact"}),
-    ("exact", {"sharing": "reduce"}),
-]
+import quasidiag as qd
+
+STEPS, BATCH = 4, 8
 
 
-class Words(nn.Module):
-    """One of each, on the words of a small language; the last layer has the first one's weight."""
+class Everything(nn.Module):
+    """An embedding, a convolution, a recurrent layer, attention and a parameter that is in no layer."""
 
     def __init__(self) -> None:
         super().__init__()
         torch.manual_seed(0)
-        self.embed = nn.Embedding(5, 4)
-        self.conv = nn.Conv1d(4, 4, 3, padding=1, groups=2)
-        self.lstm = nn.LSTM(4, 4, batch_first=True, bidirectional=True)
-        self.attention = nn.MultiheadAttention(8, 2, batch_first=True)
-        self.norm, self.down = nn.LayerNorm(8), nn.Linear(8, 4)
-        self.head = nn.Linear(4, 5)
-        self.head.weight = self.embed.weight
+        self.embedding = nn.Embedding(11, 4)
+        self.conv = nn.Conv1d(4, 6, 3, padding=1)
+        self.norm = nn.GroupNorm(2, 6)
+        self.recurrent = nn.GRU(6, 4, batch_first=True)
+        self.attention = nn.MultiheadAttention(4, 2, batch_first=True)
+        self.scale = nn.Parameter(torch.ones(4))
+        self.out = nn.Linear(4, 3)
+        self.double()
 
-    def forward(self, tokens: Tensor) -> Tensor:
-        z = self.conv(self.embed(tokens).transpose(1, 2)).relu_().transpose(1, 2)
-        z = self.lstm(z)[0]
-        z = self.norm(z + self.attention(z, z, z, need_weights=False)[0])
-        return self.head(self.down(z.mean(1)).tanh_())
-
-
-def batches() -> list[tuple[Tensor, Tensor]]:
-    generator = torch.Generator().manual_seed(1)
-    return [
-        (
-            torch.randint(5, (8, 6), generator=generator),
-            torch.randint(5, (8,), generator=generator),
-        )
-        for _ in range(2)
-    ]
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.norm(self.conv(self.embedding(x).transpose(1, 2))).tanh().transpose(1, 2)
+        h, _ = self.recurrent(h)
+        h, _ = self.attention(h, h, h, need_weights=False)
+        return self.out((h * self.scale).mean(1))
 
 
-def train_on(
-    network: nn.Module, data: list[Any], name: str, options: dict[str, Any], **more: Any
-) -> None:
-    rule, criterion = optimizer(network, name, eps=1e-4, **options, **more)
-    train(network, rule, data, criterion)
-    rule.close()
+class Convolutional(nn.Sequential):
+    """An embedding, a convolution and a dense layer."""
+
+    def __init__(self) -> None:
+        torch.manual_seed(0)
+        layers = nn.Conv1d(4, 5, 3), nn.Tanh(), nn.Flatten(), nn.Linear(20, 3)
+        super().__init__(nn.Embedding(11, 4), Swap(), *layers)
+        self.double()
 
 
-def numbers(network: nn.Module) -> Tensor:
-    whole = [getattr(p, "full_tensor", lambda p=p: p)() for p in network.parameters()]
-    return torch.cat([p.detach().flatten() for p in whole])
+class Swap(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        return x.transpose(1, 2)
 
 
-def on_ranks(rank: int, size: int, sharded: bool) -> list[Tensor]:
-    data = [part(b, rank, size) for b in batches()]
-    found = []
-    for name, options in WAYS:
-        network: nn.Module = Words().double()
-        if sharded:
-            fully_shard(network)
-        else:
-            network = nn.parallel.DistributedDataParallel(network)
-        train_on(network, data, name, options)
-        found.append(numbers(network))
+def train(network: nn.Module, rank: int, size: int, **options: Any) -> None:
+    generator = torch.Generator().manual_seed(2)
+    criterion = qd.Categorical()
+    rule = qd.Riemannian(network, criterion, lr=0.02, gamma=0.3, eps=1e-4, **options)
+    for _ in range(STEPS):
+        x = torch.randint(11, (BATCH, 6), generator=generator).chunk(size)[rank]
+        t = torch.randint(3, (BATCH,), generator=generator).chunk(size)[rank]
+        rule.zero_grad()
+        criterion(network(x), t).backward()
+        rule.step()
+
+
+WAYS = {
+    "outer product": dict(),
+    "exact": dict(metric="exact"),
+    "samples": dict(sharing="exact"),
+    "reduced": dict(sharing="reduce"),
+}
+
+
+def on_ranks(rank: int, size: int) -> dict[str, Tensor]:
+    found = {}
+    for name, options in WAYS.items():
+        network = DDP(Everything() if name != "reduced" else Convolutional())
+        train(network, rank, size, **options)
+        found[name] = numbers(network)
+    for name in ("outer product", "exact"):
+        sharded = Convolutional()
+        for layer in (sharded[0], sharded[2], sharded[-1]):
+            fully_shard(layer)
+        fully_shard(sharded)
+        train(sharded, rank, size, **WAYS[name])
+        found[f"sharded {name}"] = whole(sharded)
     return found
 
 
-@pytest.mark.parametrize("sharded", [False, True])
-def test_two_ranks_are_one(sharded: bool) -> None:
-    alone = []
-    for name, options in WAYS:
-        network = Words().double()
-        train_on(network, batches(), name, options, process_group=None)
-        alone.append(numbers(network))
-    for result in run(on_ranks, 2, sharded):
-        for got, expected in zip(result, alone, strict=True):
-            same(got, expected)
+@pytest.mark.filterwarnings("ignore:no block structure is known")
+def test_ranks_equal_one_rank_with_all_samples() -> None:
+    results = run(on_ranks, 2)
+    for name, options in WAYS.items():
+        network = Everything() if name != "reduced" else Convolutional()
+        train(network, 0, 1, process_group=None, **options)
+        for result in results:
+            same(result[name], numbers(network))
+    for name in ("outer product", "exact"):
+        lone = Convolutional()
+        train(lone, 0, 1, **WAYS[name])
+        for result in results:
+            same(result[f"sharded {name}"], numbers(lone))
