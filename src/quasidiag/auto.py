@@ -214,6 +214,8 @@ def descend_(optimizer: Riemannian, model: QuadraticModel) -> None:
 def _dot(covector: Direction, u: Direction) -> Tensor:
     """Over the parameters that both have, without waiting for a device more than once."""
     pairs = [(covector[p].flatten(), v.flatten()) for p, v in u.items() if p in covector]
+    if not pairs:
+        return torch.zeros((), dtype=torch.float64)
     dots = [torch.dot(v, w.to(v.dtype)) for v, w in pairs]
     return torch.stack([x.to(dots[0].device).double() for x in dots]).sum().cpu()
 

@@ -22,12 +22,17 @@ class Reading(NamedTuple):
     channels_last: bool = False
 
     @staticmethod
-    def find(output: Tensor, candidates: Sequence[Tensor]) -> Reading | None:
-        """How ``output`` can be read off one of the candidates, or ``None``. No candidate was written to since."""
+    def find(
+        output: Tensor, candidates: Sequence[Tensor], versions: Sequence[int]
+    ) -> Reading | None:
+        """How ``output`` can be read off one of the candidates, or ``None``.
+
+        A candidate that has been written to since it had its ``version`` is none.
+        """
         memory = output.untyped_storage().data_ptr()
-        numbered = [*enumerate(candidates)]
+        numbered = [(i, y) for i, y in enumerate(candidates) if y._version == versions[i]]
         for number, y in sorted(numbered, key=lambda pair: pair[1].data_ptr() != output.data_ptr()):
-            if y.untyped_storage().data_ptr() == memory and y._version == output._version:
+            if y.untyped_storage().data_ptr() == memory:
                 offset = int(output.storage_offset()) - int(y.storage_offset())
                 return Reading(number, output.shape, (output.stride(), offset))
         for number, y in numbered:

@@ -9,9 +9,10 @@ batch norm's statistics) and the random state as they are now.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
-from contextlib import ExitStack
-from dataclasses import dataclass, field
+import warnings
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -39,8 +40,13 @@ class Call:
 
     arguments: tuple[Any, Any]
     around: Surroundings
-    outputs: list[Tensor] = field(default_factory=list)
+    outputs: list[Tensor]
+    versions: list[int]
     judged: bool = False
+
+    def reading(self, output: Tensor) -> Reading | None:
+        """How a criterion's output can be read off those of this call."""
+        return Reading.find(output, self.outputs, self.versions)
 
     def share(self, share: float) -> tuple[Any, float]:
         """The arguments of a share of the samples, and how large that share came to be."""
@@ -103,14 +109,15 @@ class Replay:
         around, self._around = self._around, None
         if around is not None:
             self._calls = [call for call in self._calls if not call.judged]
-            arguments = _detached((args, kwargs))
-            self._calls.append(Call(arguments, around, [x.detach() for x in tensors(output)]))
+            outputs = [x.detach() for x in tensors(output)]
+            versions = [x._version for x in outputs]
+            self._calls.append(Call(_detached((args, kwargs)), around, outputs, versions))
 
     def _judged(self, criterion: nn.Module, args: tuple[Tensor, ...], loss: Tensor) -> None:
         if not (self.model.training and loss.requires_grad and self._calls):
             return
         output, target = args[0].detach(), args[1].detach()
-        found = ((call, Reading.find(output, call.outputs)) for call in reversed(self._calls))
+        found = ((call, call.reading(output)) for call in reversed(self._calls))
         unknown = self._calls[-1], None
         call, reading = next((pair for pair in found if pair[1] is not None), unknown)
         call.judged = True
@@ -204,10 +211,8 @@ class Replay:
 
     def _dual(self, batch: Batch, direction: Direction, share: float) -> tuple[Tensor, Tensor]:
         with ExitStack() as stack:
-            if self.mode == "plain":  # slower, made of operations that have a forward mode
-                stack.enter_context(sdpa_kernel(SDPBackend.MATH))
-                stack.enter_context(torch.backends.mkldnn.flags(enabled=False))
-                stack.enter_context(torch.backends.cudnn.flags(enabled=False))
+            if self.mode == "plain":
+                stack.enter_context(_plain_kernels())
             stack.enter_context(forward_ad.dual_level())
             duals = {
                 p: forward_ad.make_dual(p.detach(), u.to(p.dtype)) for p, u in direction.items()
@@ -232,6 +237,19 @@ class Replay:
             for sign in (1, -1)
         )
         return (ahead - behind) / (2 * h)
+
+
+@contextmanager
+def _plain_kernels() -> Iterator[None]:
+    """Slower ones, made of operations that have a forward mode."""
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="TF32")  # said whenever a flag of oneDNN is set
+        with (
+            sdpa_kernel(SDPBackend.MATH),
+            torch.backends.mkldnn.flags(enabled=False),
+            torch.backends.cudnn.flags(enabled=False),
+        ):
+            yield
 
 
 def _detached(tree: Any) -> Any:

@@ -1,0 +1,200 @@
+"""The coefficients of ``step="auto"`` against the minimiser of the model with dense matrices, float64."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import quasidiag as qd
+from nets import OUTPUTS, STD, batch, criterion, linear_layers, mlp
+from quasidiag.auto import minimiser
+from quasidiag.reductions import safeguarded
+from quasidiag.reference import completion
+
+SIZES = (5, 6, 3)
+SAFEGUARDS: dict[str, Any] = {"safeguards": "default", "none": None}
+
+
+def flat(tensors: Any) -> Tensor:
+    return torch.cat([x.detach().flatten() for x in tensors])
+
+
+def dense_fisher(output: str, model: nn.Module, x: Tensor) -> Tensor:
+    if output == "categorical":
+        return qd.reference.fisher_categorical(model, x)
+    if output == "gaussian":
+        return qd.reference.fisher_gaussian(model, x, STD)
+    return qd.reference.fisher_bernoulli(model, x)
+
+
+def dense_metric(optimizer: qd.Riemannian) -> Tensor:
+    """The completion of every unit's block in the order of ``model.parameters()``.
+
+    The moments are those of a - c, so M = B M̃ Bᵀ with B = [[1, 0], [c, 1]].
+    """
+    model = optimizer.model
+    total = sum(p.numel() for p in model.parameters())
+    dense, start = torch.zeros(total, total, dtype=torch.float64), 0
+    for layer in linear_layers(model):
+        kept = optimizer.state[layer.weight]
+        m00, m0i, mii = optimizer.state[layer.bias]["m00"], kept["m0i"], kept["mii"]
+        if optimizer.safeguard is not None:
+            m00, mii = safeguarded(m00, m0i, mii, *optimizer.safeguard)
+        units, inputs = layer.weight.shape
+        back = torch.eye(1 + inputs, dtype=torch.float64)
+        back[1:, 0] = kept["shift"]
+        for unit in range(units):
+            diagonal = torch.cat([m00[unit : unit + 1], mii[unit]])
+            block = back @ completion(diagonal, m0i[unit]) @ back.T
+            weights = start + unit * inputs + torch.arange(inputs)
+            places = torch.cat([torch.tensor([start + units * inputs + unit]), weights])
+            dense[places.unsqueeze(1), places] = block
+        start += units * (inputs + 1)
+    return dense
+
+
+@pytest.mark.parametrize("bounds", list(SAFEGUARDS))
+@pytest.mark.parametrize("metric", ["outer-product", "exact"])
+@pytest.mark.parametrize("output", OUTPUTS)
+def test_coefficients_minimise_the_dense_quadratic_model(
+    output: str, metric: str, bounds: str
+) -> None:
+    model, loss = mlp(*SIZES, activation="tanh"), criterion(output)
+    optimizer = qd.Riemannian(model, loss, metric=metric, safeguard=SAFEGUARDS[bounds])
+    assert optimizer.auto is not None
+    previous, length = None, 0.0
+    for step in range(4):
+        x, t = batch(output, 40, SIZES[0], SIZES[-1], seed=step)
+        fisher, damping = dense_fisher(output, model, x), optimizer.auto.damping
+        before = flat(model.parameters())
+        optimizer.zero_grad()
+        loss(model(x), t).backward()
+        optimizer.step()
+        taken = flat(model.parameters()) - before
+        metric_ = dense_metric(optimizer)
+        g = flat(p.grad for p in model.parameters())
+        d = torch.linalg.solve(metric_, g)
+        columns = [d] if previous is None else [d, previous]
+        span = torch.stack(columns, dim=1)
+        damped = span.T @ metric_ @ span
+        if previous is not None:
+            damped[1, 1] = length  # the last update, in the metric as it was then
+        best = -torch.linalg.solve(span.T @ fisher @ span + damping * damped, span.T @ g)
+        report = optimizer.auto
+        found = torch.tensor([-report.alpha, report.mu][: len(best)], dtype=torch.float64)
+        torch.testing.assert_close(found, best, rtol=1e-3, atol=1e-6)
+        torch.testing.assert_close(taken, span @ found, rtol=1e-6, atol=1e-9)
+        predicted = g @ taken + 0.5 * taken @ fisher @ taken
+        torch.testing.assert_close(report.predicted, float(predicted), rtol=1e-6, atol=1e-12)
+        length, previous = float(found @ damped @ found), taken
+        torch.testing.assert_close(report.length, length, rtol=1e-6, atol=1e-12)
+
+
+def test_actual_decrease_is_that_of_the_loss_and_moves_the_damping() -> None:
+    model, loss = mlp(*SIZES), criterion("categorical")
+    optimizer = qd.Riemannian(model, loss)
+    assert optimizer.auto is not None
+    dampings = [optimizer.auto.damping]
+    for step in range(11):
+        x, t = batch("categorical", 40, SIZES[0], SIZES[-1])
+        optimizer.zero_grad()
+        before = loss(model(x), t)
+        before.backward()
+        optimizer.step()
+        dampings.append(optimizer.auto.damping)
+        if step % 5 == 0:
+            change = float((loss(model(x), t) - before).detach())
+            assert optimizer.auto.actual == pytest.approx(change)
+            assert optimizer.auto.ratio == pytest.approx(change / optimizer.auto.predicted)
+    changed = [step for step in range(11) if dampings[step] != dampings[step + 1]]
+    assert changed and set(changed) <= {0, 5, 10}
+
+
+def test_learned_deviations_enter_the_model() -> None:
+    """The Fisher information of ln σ is 2, and nothing lies between the network and σ."""
+    model, loss = mlp(*SIZES), qd.LearnedGaussian(SIZES[-1]).double()
+    optimizer = qd.Riemannian(model, loss)
+    assert optimizer.auto is not None
+    previous: Tensor | None = None
+    for step in range(3):
+        x, t = batch("gaussian", 40, SIZES[0], SIZES[-1], seed=step)
+        parameters = [*model.parameters(), loss.log_std]
+        n = sum(p.numel() for p in parameters)
+        fisher = torch.zeros(n, n, dtype=torch.float64)
+        fisher[:-3, :-3] = qd.reference.fisher_gaussian(model, x, loss.std.detach())
+        fisher[-3:, -3:] = 2 * torch.eye(3, dtype=torch.float64)
+        before = flat(parameters)
+        optimizer.zero_grad()
+        loss(model(x), t).backward()
+        optimizer.step()
+        taken = flat(parameters) - before
+        g = flat(p.grad for p in parameters)
+        predicted = g @ taken + 0.5 * taken @ fisher @ taken
+        torch.testing.assert_close(optimizer.auto.predicted, float(predicted))
+        if previous is None:
+            expected = -optimizer.auto.alpha * g[-3:] / 2
+            torch.testing.assert_close(taken[-3:], expected)
+        previous = taken
+
+
+def test_ignored_targets_do_not_count() -> None:
+    x, t = batch("categorical", 40, SIZES[0], SIZES[-1])
+    mixed = t.clone()
+    mixed[::2] = -100
+    found = []
+    for inputs, targets in ((x, mixed), (x[1::2], t[1::2])):
+        model, loss = mlp(*SIZES), qd.Categorical()
+        optimizer = qd.Riemannian(model, loss, safeguard=None)
+        for _ in range(3):
+            optimizer.zero_grad()
+            loss(model(inputs), targets).backward()
+            optimizer.step()
+        found.append(flat(model.parameters()))
+    torch.testing.assert_close(*found)
+
+
+def test_what_has_no_metric_gets_a_coefficient_of_its_own() -> None:
+    """Its direction is a diagonal rule's, of another scale; parameters without a gradient stay."""
+
+    class Scaled(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.net = mlp(*SIZES)
+            self.temperature = nn.Parameter(torch.zeros(2, dtype=torch.float64))
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.net(x) * (1 + 1e3 * self.temperature[0])
+
+    model, loss = Scaled(), qd.Categorical()
+    with pytest.warns(UserWarning, match="diagonal rule"):
+        optimizer = qd.Riemannian(model, loss)
+    plain_model = mlp(*SIZES)
+    plain = qd.Riemannian(plain_model, loss)
+    x, t = batch("categorical", 40, SIZES[0], SIZES[-1])
+    for net, rule in ((model, optimizer), (plain_model, plain)):
+        for _ in range(8):
+            rule.zero_grad()
+            loss(net(x), t).backward()
+            rule.step()
+    assert optimizer.auto is not None and plain.auto is not None
+    assert abs(optimizer.auto.other) < 1e-2 < optimizer.auto.alpha
+    assert model.temperature[0] != 0 and model.temperature[1] == 0
+    assert float(loss(model(x), t)) < 1.5 * float(loss(plain_model(x), t))
+
+
+def test_directions_that_coincide_have_a_solution() -> None:
+    linear = torch.tensor([1.0, 1.0], dtype=torch.float64)
+    singular = torch.ones(2, 2, dtype=torch.float64)
+    best = minimiser(linear, singular)
+    assert float(best.sum()) == pytest.approx(-1, rel=1e-5)
+    assert torch.equal(
+        minimiser(linear, torch.full_like(singular, torch.nan)), torch.zeros(2).double()
+    )
+    vanishing = torch.diag(torch.tensor([2.0, 0.0], dtype=torch.float64))
+    best = minimiser(torch.tensor([1.0, 0.0], dtype=torch.float64), vanishing)
+    torch.testing.assert_close(
+        best, torch.tensor([-0.5, 0.0], dtype=torch.float64), rtol=1e-5, atol=0
+    )

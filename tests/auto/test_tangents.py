@@ -1,0 +1,282 @@
+"""The derivatives of the outputs: forward mode, plain kernels, differences; and what a run must leave alone."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.func import functional_call, jvp
+
+import quasidiag as qd
+from nets import batch, mlp
+from quasidiag.replay import Replay
+
+F64 = torch.float64
+
+
+class Square(torch.autograd.Function):
+    """Has no forward mode."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        ctx.save_for_backward(x)
+        return x * x
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Tensor:
+        return 2 * ctx.saved_tensors[0] * gradient
+
+
+class Custom(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        return Square.apply(x)
+
+
+class Attention(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.qkv, self.out = nn.Linear(4, 12), nn.Linear(4, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        q, k, v = self.qkv(x).unflatten(-1, (3, 1, 4)).transpose(1, 3).unbind(2)
+        return self.out(nn.functional.scaled_dot_product_attention(q, k, v)).mean((1, 2))
+
+
+class Recurrent(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.lstm, self.out = nn.LSTM(4, 5, batch_first=True), nn.Linear(5, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.out(self.lstm(x)[0][:, -1])
+
+
+class TwoInputs(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.net = mlp(4, 6, 3)
+
+    def forward(self, x: Tensor, scale: Tensor | None = None) -> Tensor:
+        return self.net(x if scale is None else x * scale)
+
+
+def networks() -> dict[str, tuple[nn.Module, str]]:
+    torch.manual_seed(0)
+    return {
+        "perceptron": (mlp(4, 6, 3), "fast"),
+        "convolution": (
+            nn.Sequential(nn.Unflatten(1, (1, 2, 2)), nn.Conv2d(1, 3, 2), nn.Flatten()),
+            "fast",
+        ),
+        "batch norm": (nn.Sequential(mlp(4, 6), nn.BatchNorm1d(6), nn.Tanh(), mlp(6, 3)), "fast"),
+        "dropout": (nn.Sequential(mlp(4, 6), nn.Dropout(0.5), nn.Tanh(), mlp(6, 3)), "fast"),
+        "attention": (nn.Sequential(nn.Unflatten(1, (1, 4)), Attention()), "plain"),
+        "recurrent": (nn.Sequential(nn.Unflatten(1, (1, 4)), Recurrent()), "fast"),
+        "custom function": (nn.Sequential(mlp(4, 6), Custom(), mlp(6, 3)), "differences"),
+    }
+
+
+def replayed(model: nn.Module, x: Tensor, t: Tensor, **kwargs: Any) -> Replay:
+    loss = qd.Categorical()
+    replay = Replay(model, loss)
+    loss(model(x, **kwargs), t).backward()
+    replay.check()
+    return replay
+
+
+def directions(model: nn.Module) -> list[dict[Tensor, Tensor]]:
+    generator = torch.Generator().manual_seed(3)
+    return [
+        {p: torch.randn(p.shape, generator=generator, dtype=p.dtype) for p in model.parameters()}
+        for _ in range(2)
+    ]
+
+
+@pytest.mark.parametrize("name", list(networks()))
+def test_tangents_are_those_of_torch_func(name: str) -> None:
+    model, mode = networks()[name]
+    model = model.double()
+    x, t = batch("categorical", 12, 4, 3)
+    replay = replayed(model, x, t)
+    along = directions(model)
+    random = torch.get_rng_state()
+    output, target, moved = replay.tangents(replay.weighted()[0][1], along, 1.0)
+    assert torch.equal(torch.get_rng_state(), random)
+    assert replay.mode == mode
+    assert torch.equal(target, t)
+    names = {p: n for n, p in model.named_parameters()}
+    buffers = dict(model.named_buffers())
+    primals = {n: p.detach() for p, n in names.items()}
+
+    def run(parameters: dict[str, Tensor]) -> Tensor:
+        with replay._batches[0].call.around.again(), torch.no_grad():
+            given = {**parameters, **{n: b.clone() for n, b in buffers.items()}}
+            return functional_call(model, given, (x,))
+
+    torch.testing.assert_close(output, run(primals))
+    for u, tangent in zip(along, moved):
+        if mode == "fast":
+            expected = jvp(run, (primals,), ({names[p]: v for p, v in u.items()},))[1]
+            torch.testing.assert_close(tangent, expected)
+        else:
+            h = 1e-5
+            ahead, behind = (
+                run({n: p + s * h * u[q] for (n, p), q in zip(primals.items(), names)})
+                for s in (1, -1)
+            )
+            torch.testing.assert_close(tangent, (ahead - behind) / (2 * h), rtol=1e-5, atol=1e-7)
+
+
+@pytest.mark.parametrize("name", ["attention", "recurrent"])
+def test_fused_kernels_without_forward_mode_give_way_to_plain_ones(name: str) -> None:
+    """An LSTM's are of float32 only."""
+    model = networks()[name][0]
+    x, t = batch("categorical", 12, 4, 3)
+    replay = replayed(model, x.float(), t)
+    output, _, moved = replay.tangents(replay.weighted()[0][1], directions(model), 1.0)
+    assert replay.mode == "plain"
+    exact_model = copy.deepcopy(model).double()
+    exact = replayed(exact_model, x, t)
+    along = [
+        {q: u[p].double() for p, q in zip(model.parameters(), exact_model.parameters())}
+        for u in directions(model)
+    ]
+    expected = exact.tangents(exact.weighted()[0][1], along, 1.0)
+    torch.testing.assert_close(output.double(), expected[0], rtol=1e-4, atol=1e-5)
+    torch.testing.assert_close([u.double() for u in moved], expected[2], rtol=1e-4, atol=1e-4)
+
+
+def test_differences_equal_forward_mode() -> None:
+    model = mlp(4, 6, 3)
+    x, t = batch("categorical", 12, 4, 3)
+    replay = replayed(model, x, t)
+    entry = replay.weighted()[0][1]
+    exact = replay.tangents(entry, directions(model), 1.0)
+    replay.mode = "differences"
+    rough = replay.tangents(entry, directions(model), 1.0)
+    torch.testing.assert_close(rough[0], exact[0])
+    torch.testing.assert_close(rough[2], exact[2], rtol=1e-6, atol=1e-8)
+
+
+@pytest.mark.parametrize("name", list(networks()))
+def test_every_network_trains(name: str) -> None:
+    model, loss = networks()[name][0].double(), qd.Categorical()
+    x, t = batch("categorical", 48, 4, 3)
+    optimizer = qd.Riemannian(model, loss)
+    values = []
+    for _ in range(15):
+        optimizer.zero_grad()
+        value = loss(model(x), t)
+        value.backward()
+        optimizer.step()
+        values.append(value.item())
+    assert min(values[-3:]) < 0.95 * values[0]
+
+
+def test_a_share_is_of_the_first_samples_of_everything() -> None:
+    model = TwoInputs()
+    x, t = batch("categorical", 12, 4, 3)
+    scale = torch.rand(12, 1, dtype=F64)
+    replay = replayed(model, x, t, scale=scale)
+    entry = replay.weighted()[0][1]
+    whole = replay.tangents(entry, directions(model), 1.0)
+    output, target, moved = replay.tangents(entry, directions(model), 0.3)
+    assert torch.equal(target, t[:4])
+    torch.testing.assert_close(output, whole[0][:4])
+    torch.testing.assert_close(moved, [u[:4] for u in whole[2]])
+
+
+@pytest.mark.parametrize("share", [1.0, 0.5])
+def test_a_step_leaves_buffers_and_random_state_alone(share: float) -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(mlp(4, 6), nn.BatchNorm1d(6), nn.Dropout(0.3), nn.Tanh(), mlp(6, 3))
+    model.double()
+    loss = qd.Categorical()
+    optimizer = qd.Riemannian(model, loss, step_fraction=share)
+    x, t = batch("categorical", 24, 4, 3)
+    for _ in range(3):
+        optimizer.zero_grad()
+        loss(model(x), t).backward()
+        buffers = copy.deepcopy(dict(model.named_buffers()))
+        random = torch.get_rng_state()
+        optimizer.step()
+        assert torch.equal(torch.get_rng_state(), random)
+        assert all(torch.equal(b, buffers[name]) for name, b in model.named_buffers())
+
+
+def test_the_same_dropout_masks_are_drawn_again() -> None:
+    """So that the actual decrease is the loss's, not that of another mask."""
+    torch.manual_seed(0)
+    model = nn.Sequential(mlp(4, 6), nn.Dropout(0.5), nn.Tanh(), mlp(6, 3))
+    x, t = batch("categorical", 24, 4, 3)
+    replay = replayed(model, x, t)
+    entry = replay.weighted()[0][1]
+    torch.testing.assert_close(replay.value(entry), entry.loss)
+
+
+# ------------------------------------------------ What the criterion may be called on
+
+
+class Many(nn.Module):
+    """Gives its output in various wrappings."""
+
+    def __init__(self, wrap: Any) -> None:
+        super().__init__()
+        self.net, self.wrap = mlp(4, 6, 6), wrap
+
+    def forward(self, x: Tensor) -> Any:
+        return self.wrap(self.net(x))
+
+
+READINGS: dict[str, tuple[Any, Any]] = {
+    "view": (lambda y: y, lambda y: y.view(-1, 3)),
+    "tuple": (lambda y: (y.sum(), y), lambda y: y[1].view(-1, 3)),
+    "dict": (lambda y: {"h": y.exp(), "logits": y}, lambda y: y["logits"].view(-1, 2, 3)),
+    "permuted view": (lambda y: y.view(-1, 3, 2), lambda y: y.permute(0, 2, 1)),
+    "permuted copy": (lambda y: y.view(-1, 3, 2), lambda y: y.permute(0, 2, 1).reshape(-1, 3)),
+    "slice": (lambda y: y, lambda y: y[:, 1:4]),
+    "contiguous copy": (lambda y: y.view(-1, 2, 3), lambda y: y.clone()),
+    "chunks": (lambda y: y.chunk(2, dim=1), lambda y: y[1]),
+}
+
+
+@pytest.mark.parametrize("share", [1.0, 0.5])
+@pytest.mark.parametrize("name", list(READINGS))
+def test_the_criterions_output_is_found_in_the_models(name: str, share: float) -> None:
+    wrap, read = READINGS[name]
+    model, loss = Many(wrap), qd.Categorical()
+    x, _ = batch("categorical", 12, 4, 6)
+    replay = Replay(model, loss)
+    read_off = read(model(x))
+    t = torch.randint(3, read_off.shape[:-1], generator=torch.Generator().manual_seed(0))
+    loss(read_off, t).backward()
+    replay.check()
+    entry = replay.weighted()[0][1]
+    output, target, moved = replay.tangents(entry, directions(model), share)
+    rows = round(share * len(t))
+    torch.testing.assert_close(output, read_off[:rows].detach())
+    assert torch.equal(target, t[:rows])
+    h, (u, _) = 1e-6, directions(model)
+    with torch.no_grad():
+        for p in u:
+            p.add_(u[p], alpha=h)
+        ahead = read(model(x))[:rows]
+        for p in u:
+            p.add_(u[p], alpha=-2 * h)
+        behind = read(model(x))[:rows]
+    torch.testing.assert_close(moved[0], (ahead - behind) / (2 * h), rtol=1e-5, atol=1e-7)
+
+
+@pytest.mark.parametrize("change", [lambda y: 2 * y, lambda y: y.mul_(2), lambda y: y.flip(0)])
+def test_what_is_no_view_of_the_output_is_refused(change: Any) -> None:
+    model, loss = mlp(4, 6, 3), qd.Categorical()
+    optimizer = qd.Riemannian(model, loss)
+    x, t = batch("categorical", 12, 4, 3)
+    before = [p.clone() for p in model.parameters()]
+    loss(change(model(x)), t).backward()
+    with pytest.raises(RuntimeError, match="could not find the criterion's output"):
+        optimizer.step()
+    assert all(torch.equal(p, q) for p, q in zip(before, model.parameters()))

@@ -1,0 +1,44 @@
+"""``step="auto"`` on two ranks goes the way of one rank with all samples."""
+
+import pytest
+import torch
+from problems import batches, model, numbers, part, same, train
+from ranks import run
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel as DDP
+
+import quasidiag as qd
+from quasidiag.distributed import share
+
+STEPS = 7
+Found = tuple[Tensor, dict[str, float]]
+
+
+def learn(
+    network: nn.Module, data: list[tuple[Tensor, Tensor]], weight: bool = False, **options: object
+) -> Found:
+    """From safeguards that do not depend on where the first activities of each rank lie."""
+    criterion = qd.Categorical()
+    rule = qd.Riemannian(network, criterion, **options)  # type: ignore[arg-type]
+    train(network, rule, data, criterion, share if weight else lambda n: 1.0)
+    assert rule.auto is not None
+    return numbers(network), vars(rule.auto)
+
+
+def ranks(rank: int, size: int) -> dict[str, Found]:
+    uneven = [part(b, rank, size, [16, 8]) for b in batches(STEPS)]
+    return {
+        "even": learn(DDP(model()), [part(b, rank, size) for b in batches(STEPS)]),
+        "uneven": learn(DDP(model()), uneven, weight=True),
+    }
+
+
+def test_two_ranks_equal_one_with_all_samples() -> None:
+    results = run(ranks, 2)
+    parameters, report = learn(model(), batches(STEPS), process_group=None)
+    for kind in ("even", "uneven"):
+        for result in results:
+            same(result[kind][0], parameters)
+            assert result[kind][1] == pytest.approx(report, rel=1e-6)
+        assert torch.equal(results[0][kind][0], results[1][kind][0])
+        assert results[0][kind][1] == results[1][kind][1]
