@@ -24,7 +24,10 @@ COMMANDS: dict[str, tuple[str, str]] = {
         "quasidiag.experiments.commands.reproduce",
         "redo figures and tables of the paper",
     ),
-    "bench": ("quasidiag.bench.command", "time training steps beside the floor of their arithmetic"),
+    "bench": (
+        "quasidiag.bench.command",
+        "time training steps beside the floor of their arithmetic",
+    ),
     "race": ("quasidiag.race.command", "race the untuned optimizer against tuned peers"),
     "timing": ("quasidiag.experiments.timing", "time all algorithms against SGD (Table 1)"),
     "report": ("quasidiag.experiments.commands.reporting", "write the report of a folder of runs"),

@@ -299,6 +299,11 @@ class Riemannian(Saved):
             raise RuntimeError(f"{block.name} has no moments yet: take a step first")
         return block.moments(self.state)
 
+    @property
+    def generator(self) -> torch.Generator | None:
+        """Where the Monte Carlo targets are drawn from, once there was a draw; a CUDA graph must register it."""
+        return self._collector.generator
+
     def zero_grad(self, set_to_none: bool = True) -> None:
         super().zero_grad(set_to_none)
         self._restart()
