@@ -26,7 +26,7 @@ def torchrun(folder: Path, kill_at: int) -> list[Tensor]:
     command += [str(Path(__file__).with_name("elastic.py")), str(folder), str(kill_at)]
     # A store of its own for every life: gloo would read the addresses of the last one's ranks in a shared store.
     environment = os.environ | {"OMP_NUM_THREADS": "1", "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300)
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=900)
     assert done.returncode == 0, done.stderr[-4000:]
     return [torch.load(folder / f"parameters_{rank}.pt") for rank in range(RANKS)]
 

@@ -17,7 +17,7 @@ def torchrun(name: str, ranks: int, *options: str) -> list[float]:
     command += ["--local-addr=localhost", f"--nproc-per-node={ranks}", str(EXAMPLES / name)]
     environment = os.environ | {"OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
     done = subprocess.run(
-        [*command, *options], env=environment, capture_output=True, text=True, timeout=300
+        [*command, *options], env=environment, capture_output=True, text=True, timeout=900
     )
     assert done.returncode == 0, done.stderr[-4000:]
     return [float(loss) for loss in re.findall(r"training loss ([\d.]+)", done.stdout)]
