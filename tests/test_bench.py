@@ -77,6 +77,18 @@ def test_smoke_writes_table_json_and_picture(
     assert capsys.readouterr().out == printed
 
 
+def test_tables_go_into_a_page_between_marks(tmp_path: Path) -> None:
+    out, page = tmp_path / "smoke.json", tmp_path / "page.md"
+    assert cli.main(["bench", "smoke", "--no-curves", "--rounds", "1", "--json", str(out)]) == 0
+    page.write_text("before\n<!-- bench smoke -->\nold\n<!-- end -->\nafter <!-- end -->\n")
+    assert cli.main(["bench", "--from", str(out), "--into", str(page)]) == 0
+    text = page.read_text()
+    assert text.startswith("before\n<!-- bench smoke -->\n") and "old" not in text
+    assert "| QDNat" in text and text.endswith("<!-- end -->\nafter <!-- end -->\n")
+    with pytest.raises(ValueError, match="bench other"):
+        show.insert({**json.loads(out.read_text()), "preset": "other"}, text)
+
+
 def test_peers_that_fail_are_reported_not_fatal() -> None:
     race = presets.PRESETS["smoke"]().races[0]
 

@@ -46,6 +46,12 @@ def add_parser(subparsers: Any) -> None:
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the results")
     parser.add_argument("--plot", type=Path, metavar="FILE", help="draw the results (.svg, .png)")
     parser.add_argument(
+        "--into",
+        type=Path,
+        metavar="FILE",
+        help="put the tables into a Markdown page, between <!-- bench PRESET --> and <!-- end -->",
+    )
+    parser.add_argument(
         "--from",
         type=Path,
         dest="source",
@@ -79,6 +85,9 @@ def run(arguments: argparse.Namespace) -> int:
     if arguments.json:
         arguments.json.parent.mkdir(parents=True, exist_ok=True)
         arguments.json.write_text(json.dumps(results, indent=1) + "\n")
+    if arguments.into:
+        page = show.insert(results, arguments.into.read_text(encoding="utf-8"))
+        arguments.into.write_text(page, encoding="utf-8")
     if arguments.plot:
         show.plot(results, arguments.plot)
     return 0

@@ -20,6 +20,14 @@ def tables(results: dict[str, Any]) -> str:
     return "\n\n".join(parts)
 
 
+def insert(results: dict[str, Any], page: str) -> str:
+    """The page with its tables of this preset renewed."""
+    head, mark, rest = page.partition(f"<!-- bench {results['preset']} -->")
+    if not mark or "<!-- end -->" not in rest:
+        raise ValueError(f"the page has no <!-- bench {results['preset']} --> … <!-- end -->")
+    return f"{head}{mark}\n\n{tables(results)}\n\n<!-- end -->{rest.partition('<!-- end -->')[2]}"
+
+
 def _race(race: dict[str, Any]) -> str:
     rows = []
     for name, e in sorted(race["contenders"].items(), key=lambda item: item[1]["ratio"]):
@@ -117,17 +125,21 @@ def _bars(axes: Any, race: dict[str, Any]) -> None:
     ratios = [e["ratio"] for _, e in entries]
     ours = [("floor" in e) and name != "SGD" for name, e in entries]
     axes.barh(names, ratios, color=["#3b6ea5" if own else "#b8bec7" for own in ours], height=0.7)
+    floors = race["base"] == "SGD"  # they are counted from SGD's own
     for y, (_, e) in enumerate(entries):
-        axes.text(e["ratio"] * 1.03, y, f"{e['ratio']:.2f}", va="center", fontsize=7)
-        if "floor" in e and race["base"] == "SGD":
+        end = e["ratio"]
+        if floors and "floor" in e:
             axes.plot([e["floor"]] * 2, [y - 0.4, y + 0.4], color="#d1495b", lw=1.5)
+            end = max(end, e["floor"])
+        axes.text(end * 1.03, y, f"{e['ratio']:.2f}", va="center", fontsize=7)
     if max(ratios) > 6:
         axes.set_xscale("log")
         axes.set_xlim(0.7, max(ratios) * 1.8)
     else:
         axes.set_xlim(0, max(ratios) * 1.15)
     axes.set_title(race["workload"], fontsize=9)
-    axes.set_xlabel(f"step time over {race['base']} (red: counted floor)", fontsize=8)
+    note = " (red: counted floor)" if floors else ""
+    axes.set_xlabel(f"step time over {race['base']}{note}", fontsize=8)
     axes.tick_params(labelsize=7)
     axes.spines[["top", "right"]].set_visible(False)
 

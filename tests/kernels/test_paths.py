@@ -1,0 +1,66 @@
+"""Training with the compiled kernels is training without them, to rounding."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import quasidiag as qd
+from quasidiag.kernels import native
+
+pytestmark = pytest.mark.skipif(native.library() is None, reason="no C compiler")
+
+OPTIONS: dict[str, dict[str, Any]] = {
+    "plain": {},
+    "momentum": {"momentum": 0.9},
+    "decay": {"weight_decay": 0.1},
+    "up": {"maximize": True, "lr": 1e-4},
+    "tensor lr": {"lr": torch.tensor(1e-3)},
+    "share": {"metric_fraction": 0.8},
+    "seldom": {"metric_every": 2, "momentum": 0.5},
+}
+
+
+def trained(kind: type[qd.Riemannian], options: dict[str, Any]) -> list[Tensor]:
+    torch.manual_seed(0)
+    model = nn.Sequential(
+        nn.Linear(64, 80), nn.Sigmoid(), nn.Linear(80, 64), nn.Tanh(), nn.Linear(64, 7)
+    )
+    criterion = qd.Categorical()
+    optimizer = kind(model, criterion, **{"lr": 1e-3, "eps": 1e-4, "seed": 0, **options})
+    for _ in range(5):
+        x, t = torch.rand(90, 64), torch.randint(0, 7, (90,))
+        optimizer.zero_grad()
+        criterion(model(x), t).backward()
+        optimizer.step()
+    momenta = [s["momentum"] for s in optimizer.state.values() if "momentum" in s]
+    return [*(p.detach() for p in model.parameters()), *momenta]
+
+
+@pytest.mark.parametrize(
+    "kind", [qd.DOP, qd.QDOP, qd.DMCNat, qd.QDMCNat, qd.DNat, qd.QDNat], ids=lambda k: k.__name__
+)
+@pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS.keys())
+def test_the_compiled_path_trains_as_the_eager_one(
+    kind: type[qd.Riemannian], options: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    calls: list[str] = []
+    real = native._call
+
+    def counted(name: str, *arguments: object) -> None:
+        calls.append(name)
+        real(name, *arguments)
+
+    monkeypatch.setattr(native, "_call", counted)
+    fast = trained(kind, options)
+    solve = "qd_quasi_diagonal" if kind.__name__.startswith("Q") else "qd_diagonal"
+    assert {solve, "qd_square", "qd_centre"} <= set(calls)
+    monkeypatch.setattr(native, "LEAST", 2**60)
+    calls.clear()
+    eager = trained(kind, options)
+    assert not calls
+    for a, b in zip(fast, eager, strict=True):
+        torch.testing.assert_close(a, b, rtol=2e-4, atol=2e-4 * float(b.abs().max()))
