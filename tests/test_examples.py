@@ -19,7 +19,7 @@ SMALL = {
     "autoencoder": dict(epochs=2, digits=1000),
     "character_gpt": dict(steps=60, batch=8),
     "convolutional": dict(epochs=2, digits=2000),
-    "huggingface_trainer": dict(epochs=3, digits=1000),
+    "huggingface_trainer": dict(epochs=2, digits=1000),
     "learned_noise": dict(epochs=4),
     "lightning_module": dict(epochs=2, digits=2000),
     "plain_pytorch": dict(epochs=2, digits=2000),
