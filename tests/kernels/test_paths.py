@@ -64,3 +64,16 @@ def test_the_compiled_path_trains_as_the_eager_one(
     assert not calls
     for a, b in zip(fast, eager, strict=True):
         torch.testing.assert_close(a, b, rtol=2e-4, atol=2e-4 * float(b.abs().max()))
+
+
+@pytest.mark.parametrize("kind", [qd.DOP, qd.QDOP], ids=lambda k: k.__name__)
+def test_autograd_notices_the_kernels_writes(kind: type[qd.Riemannian]) -> None:
+    model = nn.Sequential(nn.Linear(64, 80), nn.Sigmoid(), nn.Linear(80, 7))
+    criterion = qd.Categorical()
+    optimizer = kind(model, criterion, lr=1e-3)
+    x, t = torch.rand(90, 64), torch.randint(0, 7, (90,))
+    criterion(model(x), t).backward()
+    stale = model(x.requires_grad_()).sum()
+    optimizer.step()
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        stale.backward()

@@ -31,7 +31,7 @@ def run(
         torch.set_num_threads(1)
     results: dict[str, Any] = {"machine": machine(device), "races": [], "curves": []}
     results["clock"] = "processor" if busy else "wall"
-    results["update"] = update(preset.update, device)
+    results["update"] = update(preset.update, device, busy)
     for item in preset.races:
         results["races"].append(race(item, peers, rounds, say, busy))
     for curve in preset.curves:
@@ -50,7 +50,7 @@ def race(
     times = timing.interleaved(
         calls, item.base, rounds or item.rounds, item.repeat, workload.device, busy
     )
-    rates = _rates(workload)
+    rates = _rates(workload, busy)
     base_floor = floor.of("SGD", workload, classes)
     assert base_floor is not None
     base_bytes = _peak(steps[item.base], workload)
@@ -121,7 +121,7 @@ def _curve(curve: Curve, rounds: int | None, say: Say, busy: bool) -> dict[str, 
     return {"axis": curve.axis, "points": points}
 
 
-def update(shape: tuple[int, int], device: torch.device) -> dict[str, Any]:
+def update(shape: tuple[int, int], device: torch.device, busy: bool = False) -> dict[str, Any]:
     """The update of one layer alone: solve, and step of the parameters, as a share of a copy's bandwidth."""
     rows, n = shape
     g = torch.Generator(device).manual_seed(0)
@@ -143,8 +143,8 @@ def update(shape: tuple[int, int], device: torch.device) -> dict[str, Any]:
 
     fused = kernels.quasi_diagonal(m00, m0i, mii, v0, vi, shift, rule, thetas=(theta0, theta))
     calls = {"eager": eager, **({"fused": fast} if fused else {})}
-    times = timing.interleaved(calls, "eager", 21, 5, device)
-    copy = timing.bytes_per_ms(rows * n * 4 * 2, device)
+    times = timing.interleaved(calls, "eager", 21, 5, device, busy)
+    copy = timing.bytes_per_ms(rows * n * 4 * 2, device, busy)
     moved = (
         20.0 * rows * n
     )  # three numbers of the metric and the gradient read, the parameter read and written
@@ -155,7 +155,7 @@ def update(shape: tuple[int, int], device: torch.device) -> dict[str, Any]:
     return {"shape": list(shape), "copy_bytes_per_ms": copy, "kernels": entries}
 
 
-def _rates(workload: Workload) -> tuple[float, float]:
+def _rates(workload: Workload, busy: bool) -> tuple[float, float]:
     """Measured: multiplications a millisecond in a product of the workload's size, bytes a millisecond of a copy."""
     dtype = workload.autocast or torch.float32
     rows = workload.target.numel()
@@ -164,7 +164,10 @@ def _rates(workload: Workload) -> tuple[float, float]:
     a = torch.rand(rows, width, device=workload.device).to(dtype)
     b = torch.rand(width, width, device=workload.device).to(dtype)
     size = min(4 * _size(workload), 2**30)
-    return timing.multiplications_per_ms(a, b), timing.bytes_per_ms(size, workload.device)
+    return (
+        timing.multiplications_per_ms(a, b, busy),
+        timing.bytes_per_ms(size, workload.device, busy),
+    )
 
 
 def _classes(workload: Workload) -> int:

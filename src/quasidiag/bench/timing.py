@@ -45,7 +45,7 @@ def interleaved(
     as its spread: a slow moment of the machine hits both. Where others keep the machine ``busy``, count the processor
     time of this process in place of the wall's.
     """
-    clock = _cuda_ms if device.type == "cuda" else _cpu_ms if busy else _wall_ms
+    clock = _clock(device, busy)
     for call in calls.values():
         clock(call, repeat)
     times: dict[str, list[float]] = {name: [] for name in calls}
@@ -72,6 +72,10 @@ def _summary(values: list[float], base: list[float]) -> Timing:
         ratio_of_least=min(values) / min(base),
         rounds=len(values),
     )
+
+
+def _clock(device: torch.device, busy: bool) -> Callable[[Call, int], float]:
+    return _cuda_ms if device.type == "cuda" else _cpu_ms if busy else _wall_ms
 
 
 def _wall_ms(call: Call, repeat: int) -> float:
@@ -141,17 +145,17 @@ def peak_bytes(call: Call, device: torch.device) -> int:
     return most
 
 
-def multiplications_per_ms(a: Tensor, b: Tensor, rounds: int = 10) -> float:
+def multiplications_per_ms(a: Tensor, b: Tensor, busy: bool = False, rounds: int = 10) -> float:
     """The rate of a matrix product, the best of a few."""
-    clock = _cuda_ms if a.device.type == "cuda" else _wall_ms
+    clock = _clock(a.device, busy)
     out = a @ b
     best = min(clock(lambda: torch.mm(a, b, out=out), 3) for _ in range(rounds))
     return a.shape[0] * a.shape[1] * b.shape[1] / best
 
 
-def bytes_per_ms(size: int, device: torch.device, rounds: int = 10) -> float:
+def bytes_per_ms(size: int, device: torch.device, busy: bool = False, rounds: int = 10) -> float:
     """What a copy moves, read and written."""
-    clock = _cuda_ms if device.type == "cuda" else _wall_ms
+    clock = _clock(device, busy)
     source, target = torch.rand(2, size // 4, device=device).unbind()
     best = min(clock(lambda: target.copy_(source), 3) for _ in range(rounds))
     return 2 * size / best

@@ -11,6 +11,7 @@ from collections.abc import Sequence
 
 import torch
 from torch import Tensor
+from torch.autograd.graph import increment_version
 
 from quasidiag import moments
 from quasidiag.kernels import gpu, native
@@ -32,13 +33,22 @@ def quasi_diagonal(
 ) -> bool:
     """``reductions.quasi_diagonal`` and what follows it: into ``w``, or through ``buffers`` into ``thetas``."""
     backend = gpu if mii.is_cuda else native
-    return backend.quasi_diagonal(m00, m0i, mii, v0, vi, shift, rule, **outputs)
+    return _written(backend.quasi_diagonal(m00, m0i, mii, v0, vi, shift, rule, **outputs), outputs)
 
 
 def diagonal(moments: Tensors, gradients: Tensors, rule: Rule, **outputs: Tensors | None) -> bool:
     """``reductions.diagonal`` and what follows it, for several parameters."""
     backend = gpu if moments[0].is_cuda else native
-    return backend.diagonal(moments, gradients, rule, **outputs)
+    return _written(backend.diagonal(moments, gradients, rule, **outputs), outputs)
+
+
+def _written(done: bool, outputs: dict[str, Tensors | None]) -> bool:
+    """Tell autograd what a kernel wrote, so that a stale graph is noticed as ever."""
+    if done:
+        for tensors in outputs.values():
+            for tensor in tensors or ():
+                increment_version(tensor)
+    return done
 
 
 def accumulate_(
