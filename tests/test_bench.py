@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from quasidiag import cli
-from quasidiag.bench import floor, measure, peers, presets, show, timing
+from quasidiag.bench import floor, losses, measure, peers, presets, show, timing
 from quasidiag.bench.workloads import gpt, mlp
 
 
@@ -87,6 +87,15 @@ def test_tables_go_into_a_page_between_marks(tmp_path: Path) -> None:
     assert "| QDNat" in text and text.endswith("<!-- end -->\nafter <!-- end -->\n")
     with pytest.raises(ValueError, match="bench other"):
         show.insert({**json.loads(out.read_text()), "preset": "other"}, text)
+
+
+def test_losses_of_a_full_and_an_amortised_metric(monkeypatch: pytest.MonkeyPatch) -> None:
+    few = {name: losses.VARIANTS[name] for name in ("QDOP", "QDOP, metric every 5")}
+    monkeypatch.setattr(losses, "VARIANTS", few)
+    found = losses.run("cpu", None, 1, lambda line: None, dataset="mnist-5k")
+    assert found["departure"]["QDOP"] == 0.0 < found["departure"]["QDOP, metric every 5"]
+    assert all(0 < value < 2.4 for values in found["losses"].values() for value in values)
+    assert "farthest from the full metric" in show._amortised(found)
 
 
 def test_peers_that_fail_are_reported_not_fatal() -> None:

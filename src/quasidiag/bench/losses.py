@@ -54,8 +54,8 @@ def run(
     data = datasets.load(dataset, data_dir)
     assert data.labels is not None
     n = data.train_size
-    x = torch.as_tensor(data.inputs[:n], device=device).float() / 255
-    t = torch.as_tensor(data.labels[:n], device=device).long()
+    x = torch.tensor(data.inputs[:n], device=device).float() / 255
+    t = torch.tensor(data.labels[:n], device=device).long()
     losses: dict[str, list[float]] = {}
     for name, (kind, options) in VARIANTS.items():
         losses[name] = _train(kind, options, x, t, epochs, lr)
