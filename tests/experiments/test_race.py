@@ -1,0 +1,217 @@
+"""The race: who runs what, that a killed race goes on, and what the tables say of known curves."""
+
+from __future__ import annotations
+
+import csv
+import json
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+
+import quasidiag as qd
+from quasidiag.cli import main
+from quasidiag.experiments import pool
+from quasidiag.experiments.runs import RunDir
+from quasidiag.race import contenders, networks, summary, tables, tasks
+from quasidiag.race.contenders import OURS
+from quasidiag.race.plan import Plan, ordered
+from quasidiag.race.tasks import RaceConfig
+from quasidiag.race.train import RaceTrainer, split, work
+
+TINY = ("layers=56,6,56", "epochs=2")
+
+
+def plan(root: Path, data_dir: str, names: tuple[str, ...] = (OURS, "AdamW"), **values) -> Plan:
+    return Plan(
+        tasks.find("eeg"),
+        "smoke",
+        str(root),
+        "eeg",
+        "cpu",
+        TINY,
+        names,
+        data_dir=data_dir,
+        **values,
+    )
+
+
+def test_ours_has_one_trial_and_peers_have_a_grid_and_two_schedules(tmp_path, data_dir):
+    configs = ordered([plan(tmp_path, data_dir)])
+    own = [c for c in configs if c.algorithm == OURS]
+    peers = [c for c in configs if c.algorithm == "AdamW"]
+    assert [(c.variant, c.lr) for c in own] == [("constant", 1.0), ("cosine", 1.0)]
+    assert {(c.variant, c.lr) for c in peers} == {
+        (schedule, lr) for schedule in ("constant", "cosine") for lr in (1e-4, 1e-3)
+    }
+    assert configs[:2] == own
+    robust = [c for c in ordered([plan(tmp_path, data_dir, robustness=True)]) if c not in configs]
+    assert {c.lr for c in robust if c.variant == "factor"} == set(tasks.FACTORS)
+    assert {c.batch_size for c in robust} == {50, *tasks.BATCHES}
+    assert {c.algorithm for c in robust} == {OURS}
+
+
+def test_what_ours_is_made_with(data_dir):
+    config = tasks.find("eeg").config("constant", OURS, 1.0, scale="smoke")
+    optimizer = RaceTrainer(config, data_dir).optimizer
+    assert isinstance(optimizer, qd.Riemannian)
+    assert optimizer.auto is not None
+    assert [group["lr"] for group in optimizer.param_groups] == [1.0]
+
+
+@pytest.mark.parametrize("task", [task.name for task in tasks.TASKS if task.network == "dense"])
+def test_every_task_trains_with_ours(task, data_dir):
+    config = tasks.find(task).config("constant", OURS, 1.0, scale="smoke")
+    trainer = RaceTrainer(replace(config, train_size=100, valid_size=20), data_dir)
+    before = trainer.evaluate()["train_nll"]
+    trainer.train_epoch()
+    assert trainer.evaluate()["train_nll"] < before
+
+
+@pytest.mark.parametrize("name", [n for n in contenders.installed() if n != OURS])
+@pytest.mark.parametrize("task", ["learned", "gpt", "convolutional"])
+def test_every_contender_takes_its_steps(task, name, data_dir):
+    config = tasks.find(task).config("cosine", name, 1e-3, scale="smoke")
+    trainer = RaceTrainer(replace(config, train_size=100, valid_size=20), data_dir)
+    before = [p.clone() for p in [*trainer.model.parameters(), *trainer.criterion.parameters()]]
+    trainer.train_epoch()
+    after = [*trainer.model.parameters(), *trainer.criterion.parameters()]
+    assert all(p.isfinite().all() for p in after)
+    assert all(not p.equal(q) for p, q in zip(before, after))
+
+
+def test_muon_in_float32_is_torchs():
+    torch.manual_seed(0)
+    for shape in ((6, 4), (4, 6)):
+        ours, theirs = (torch.nn.Parameter(torch.ones(shape)) for _ in range(2))
+        mine = contenders.Muon32([ours], lr=0.1, weight_decay=0.0)
+        known = torch.optim.Muon([theirs], lr=0.1, weight_decay=0.0)
+        for _ in range(3):
+            ours.grad = torch.randn(shape)
+            theirs.grad = ours.grad.clone()
+            mine.step()
+            known.step()
+        torch.testing.assert_close(ours, theirs, atol=0.02, rtol=0.02)  # bfloat16 has 8 bits
+
+
+def test_the_cosine_goes_from_one_towards_zero_and_a_constant_stays():
+    config = tasks.find("ae").config("cosine", "AdamW", 1e-3, scale="full")
+    factors = [config.factor(epoch) for epoch in range(config.epochs)]
+    assert factors[0] == 1
+    assert factors == sorted(factors, reverse=True)
+    assert 0 < factors[-1] < 0.01
+    assert replace(config, schedule="constant").factor(20) == 1
+
+
+def test_minibatches_are_shuffled_anew_in_every_epoch_and_the_same_when_resumed(data_dir):
+    config = tasks.find("eeg").config("constant", "SGD", 1e-3, scale="smoke")
+
+    def first(epoch: int, seed: int = 0) -> torch.Tensor:
+        trainer = RaceTrainer(replace(config, seed=seed), data_dir)
+        trainer.epoch = epoch
+        return torch.cat([x for x, _ in trainer._minibatches()])
+
+    assert first(0).equal(first(0))
+    assert not first(0).equal(first(1))
+    assert not first(0).equal(first(0, seed=1))
+    whole = split(config, data_dir).train[0]
+    assert first(0).sort(0).values.equal(whole.sort(0).values)
+
+
+def test_a_run_that_a_deadline_stopped_ends_as_if_it_had_not(tmp_path, data_dir):
+    config = plan(tmp_path, data_dir).config("cosine", OURS, 1.0)
+    whole = work(config.to_dict(), pool.Settings(str(tmp_path / "whole"), data_dir))
+    assert whole.error is None
+    assert whole.result is not None
+    trainer = RaceTrainer(config, data_dir)
+    store = RunDir(tmp_path / "parts", config)
+    with store.locked():
+        store.begin({})
+        store.append(trainer.evaluate())
+        trainer.train_epoch()
+        store.append(trainer.evaluate())
+        store.save(trainer)
+    rest = work(config.to_dict(), pool.Settings(str(tmp_path / "parts"), data_dir))
+    assert rest.error is None
+    assert rest.result is not None
+    assert rest.result["final"]["train_nll"] == whole.result["final"]["train_nll"]
+
+
+def test_a_config_survives_json():
+    config = tasks.find("gpt").config("cosine", OURS, 1.0, scale="smoke")
+    again = RaceConfig.from_dict(json.loads(json.dumps(config.to_dict())))
+    assert again == config
+    assert again.id == config.id
+
+
+def test_no_position_of_the_gpt_sees_what_comes_after_it():
+    torch.manual_seed(0)
+    model, x = networks.GPT(), torch.randint(100, (1, networks.CONTEXT))
+    y = model(x)
+    x[0, 40:] = torch.randint(100, (24,))
+    torch.testing.assert_close(model(x)[0, :40], y[0, :40])
+
+
+def curve(*losses: float) -> dict[str, list[float]]:
+    epochs = [float(k) for k in range(len(losses))]
+    return {"epoch": epochs, "loss": list(losses), "seconds": epochs}
+
+
+def test_when_a_curve_reaches_a_level():
+    assert summary.reached(curve(10, 4, 2), 3) == 1.5
+    assert summary.reached(curve(10, 4, 5, 2), 4) == 1
+    assert summary.reached(curve(10, 4), 3) is None
+    assert summary.reached(curve(10, 4), 10) == 0
+    assert summary.at(curve(10, 4, 2), 0.5) == 7
+
+
+def test_the_comparison_of_known_curves():
+    rows = {
+        name: {"contender": name, "curve": curve(*losses)}
+        for name, losses in {OURS: (10, 2, 1), "AdamW": (10, 6, 4), "SGD": (10, 9, 8)}.items()
+    }
+    summary._compare(rows, steps=100, timing={OURS: 0.02, "AdamW": 0.01})
+    ours, adamw = rows[OURS], rows["AdamW"]
+    assert ours["to_reference"] == 75
+    assert ours["ratio"] == pytest.approx(0.375)
+    assert adamw["ratio"] == 1
+    assert rows["SGD"]["ratio"] is None
+    level = ours["levels"]["1.0"]  # SGD ends at 8
+    assert level["loss"] == 8
+    assert level["steps"] == 25
+    assert level["seconds"] == pytest.approx(25 * 0.02)
+    assert adamw["levels"]["1.0"]["steps"] == 50
+    assert rows["SGD"]["levels"]["1.0"] == {"loss": 8, "steps": 200, "seconds": None}
+
+
+def test_the_command_races_sums_up_and_draws(tmp_path, data_dir, capsys):
+    words = ["race", "eeg", *TINY, "--contenders", f"{OURS},AdamW,SGD", "--scale", "smoke"]
+    words += ["--jobs", "1", "--runs", str(tmp_path), "--data-dir", data_dir]
+    assert main([*words, "--time-limit", "0"]) == 3
+    assert main([*words, "--time"]) == 0
+    assert main(words) == 0
+    assert main([*words, "--dry-run"]) == 0
+    assert "0 runs now" in capsys.readouterr().out
+    out = tmp_path / "race"
+    found = json.loads((out / "summary.json").read_text())
+    names = [OURS, f"{OURS}, cosine", "AdamW", "SGD"]
+    assert [row["contender"] for row in found[0]["contenders"]] == names
+    assert [row["trials"] for row in found[0]["contenders"]] == [1, 1, 4, 4]
+    assert all(row["seconds_per_step"] > 0 for row in found[0]["contenders"])
+    with (out / "summary.csv").open() as file:
+        assert [row["contender"] for row in csv.DictReader(file)] == names
+    text = tables.tables(found)
+    assert text == (out / "tables.md").read_text()
+    assert "Steps to the loss" in text
+    assert "Seconds to the losses" in text
+    assert (out / "eeg.png").stat().st_size > 10_000
+
+
+@pytest.mark.parametrize(
+    ("words", "hint"),
+    [(["deeep"], "did you mean 'deep'"), (["--contenders", "Adam"], "did you mean 'AdamW'")],
+)
+def test_a_wrong_name_gets_a_suggestion(words, hint, tmp_path, data_dir, capsys):
+    assert main(["race", *words, "--runs", str(tmp_path), "--data-dir", data_dir]) == 2
+    assert hint in capsys.readouterr().err
