@@ -90,9 +90,12 @@ class SparseLinear(nn.Module):
         )
 
     def connection_products(self, x: Tensor, grad: Tensor) -> Tensor:
-        """One dot product over the batch for each connection: ``[units, fan_in]``."""
-        gathered = x[self.index]  # [units, fan_in, N]
-        return torch.bmm(gathered, grad.unsqueeze(-1)).squeeze(-1)
+        """One dot product over the batch for each connection, ``[units, fan_in]``: what the product's own derivative
+        by its weights is, without gathering ``[units, fan_in, N]`` numbers."""
+        with torch.enable_grad():
+            weight = torch.zeros_like(self.weight, dtype=x.dtype, requires_grad=True)
+            product = F.embedding_bag(self.index, x, per_sample_weights=weight, mode="sum")
+            return torch.autograd.grad(product, weight, grad)[0]
 
     def dense_weight(self) -> Tensor:
         """The same layer's matrix with its zeros, for checks on small layers."""
