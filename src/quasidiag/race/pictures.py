@@ -43,7 +43,7 @@ def write(summaries: Sequence[dict[str, Any]], out: Path) -> list[Path]:
 def draw(summary: dict[str, Any]) -> Figure:
     """Loss by step, and by time where the time of a step was measured."""
     timed = bool(summary["timing"])
-    figure = Figure(figsize=(8.6 if timed else 5.2, 4.2), layout="constrained")
+    figure = Figure(figsize=(9.2 if timed else 6.2, 4.4), layout="constrained")
     axes = figure.subplots(1, 2 if timed else 1, squeeze=False, sharey=True)[0]
     steps = summary["steps_per_epoch"]
     _curves(axes[0], summary, {row["contender"]: steps for row in summary["contenders"]})
@@ -67,7 +67,7 @@ def draw(summary: dict[str, Any]) -> Figure:
     )
     figure.suptitle(summary["title"], fontsize=10)
     handles, labels = axes[0].get_legend_handles_labels()
-    figure.legend(handles, labels, loc="outside lower center", ncols=3)
+    figure.legend(handles, labels, loc="outside lower center", ncols=3 if timed else 2)
     return figure
 
 
@@ -81,7 +81,7 @@ def _curves(axis: Axes, summary: dict[str, Any], per_epoch: dict[str, float]) ->
         x = [per_epoch[name] * epoch for epoch in row["curve"]["epoch"][1:]]
         colour = COLOURS[base]
         tuned = "" if base == OURS else f" ({row['lr']:g}, {row['schedule']})"
-        label = f"{name}{tuned}" if base != OURS else f"{name}, untuned"
+        label = name + (tuned or ", untuned")
         axis.plot(
             x,
             row["curve"]["loss"][1:],

@@ -60,10 +60,15 @@ class Plan(Sweep):
         }
         return min(found, key=lambda key: found[key]) if found else None
 
+    def tuned(self, algorithm: str) -> bool:
+        """Whether a peer's search is over: half of one would not be fair."""
+        lrs = {schedule: self.lrs(schedule, algorithm) for schedule in SCHEDULES}
+        return all(len(self.values(s, algorithm, lrs[s])) == len(lrs[s]) for s in SCHEDULES)
+
     def chosen(self, algorithm: str) -> dict[str, tuple[str, float]]:
         """What stands for a contender, by the name it goes under: its best; ours constant, and with a cosine factor."""
         if algorithm != OURS:
-            best = self.best(algorithm)
+            best = self.best(algorithm) if self.tuned(algorithm) else None
             return {} if best is None else {algorithm: best}
         kept = {}
         for name, schedule in ((OURS, "constant"), (f"{OURS}, cosine", "cosine")):
