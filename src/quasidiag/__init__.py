@@ -2,6 +2,7 @@
 
 from quasidiag import reference
 from quasidiag.adagrad import AdaGrad
+from quasidiag.diagnostics import Diagnostics, diagnostics
 from quasidiag.layers import Adapter, register_layer
 from quasidiag.moments import Moments
 from quasidiag.optimizer import Riemannian
@@ -18,6 +19,7 @@ __all__ = [
     "Categorical",
     "DMCNat",
     "DNat",
+    "Diagnostics",
     "Gaussian",
     "LearnedGaussian",
     "Moments",
@@ -25,6 +27,7 @@ __all__ = [
     "QDMCNat",
     "QDNat",
     "Riemannian",
+    "diagnostics",
     "qd_rank_one_update",
     "qd_solve",
     "reference",

@@ -29,6 +29,11 @@ COMMANDS: dict[str, tuple[str, str]] = {
         "time training steps beside the floor of their arithmetic",
     ),
     "race": ("quasidiag.race.command", "race the untuned optimizer against tuned peers"),
+    "invariance": (
+        "quasidiag.invariance_command",
+        "measure which optimizers depend on how the data is encoded",
+    ),
+    "doctor": ("quasidiag.doctor", "say what of a model would be preconditioned, and what not"),
     "timing": ("quasidiag.experiments.timing", "time all algorithms against SGD (Table 1)"),
     "report": ("quasidiag.experiments.commands.reporting", "write the report of a folder of runs"),
     "export": ("quasidiag.experiments.commands.exporting", "pack a folder of runs into one file"),

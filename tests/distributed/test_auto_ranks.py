@@ -17,7 +17,7 @@ Found = tuple[Tensor, dict[str, float]]
 def learn(
     network: nn.Module, data: list[tuple[Tensor, Tensor]], weight: bool = False, **options: object
 ) -> Found:
-    """From safeguards that do not depend on where the first activities of each rank lie."""
+    """The parameters after training, and the last report."""
     criterion = qd.Categorical()
     rule = qd.Riemannian(network, criterion, **options)  # type: ignore[arg-type]
     train(network, rule, data, criterion, share if weight else lambda n: 1.0)

@@ -1,0 +1,219 @@
+r"""What the geometry does: the metric of each layer and the last step, as numbers, a table, or TensorBoard scalars.
+
+>>> print(qd.diagnostics(optimizer))                                        # doctest: +SKIP
+>>> qd.diagnostics(optimizer).log(writer, step)                             # doctest: +SKIP
+
+Measured in the coordinates in which a unit's metric is diagonal: its ``m00``, and the weighted variances
+:math:`σ_i^2 = m_{ii} - m_{0i}^2/m_{00}` of its inputs (for the diagonal reduction ``mii``; for the unitwise one the
+eigenvalues), with the safeguards and ``eps`` that the solve adds.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import asdict, dataclass
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from quasidiag.auto import Report
+from quasidiag.blocks import DiagonalBlock, QuasiDiagonalBlock, UnitwiseBlock
+from quasidiag.optimizer import Riemannian
+from quasidiag.reductions import varies
+from quasidiag.sharding import local, rows_of
+
+#: A unit is dead if its weight in the metric is less than this part of its layer's mean.
+DEAD = 1e-6
+
+
+@dataclass(frozen=True)
+class LayerDiagnostics:
+    r"""One block of units.
+
+    Attributes:
+        name: the layer's.
+        layer: its kind.
+        reduction: ``quasi-diagonal``, ``diagonal`` or ``unitwise``; a layer without a bias is diagonal.
+        units: how many there are.
+        updates: minibatches in the metric so far.
+        condition: the largest entry of a unit's metric over its smallest, the median over units.
+        dead: the share of units that the loss hardly depends on.
+        floored: the share of entries that the floor bounds, or that never varied and get no step.
+        length: :math:`δ^⊤ M δ` of the last update; NaN where updates are not kept (``step="fixed"``).
+    """
+
+    name: str
+    layer: str
+    reduction: str
+    units: int
+    updates: int
+    condition: float
+    dead: float
+    floored: float
+    length: float
+
+
+@dataclass(frozen=True)
+class Diagnostics:
+    """All layers, and what ``step="auto"`` did last (``None`` with a fixed step); see :func:`diagnostics`."""
+
+    layers: list[LayerDiagnostics]
+    step: Report | None
+    steps: int
+
+    def as_dict(self) -> dict[str, Any]:
+        """Plain numbers and strings, as for JSON."""
+        return asdict(self)
+
+    def scalars(self) -> dict[str, float]:
+        """Every number under a name of its own."""
+        found = {
+            f"{layer.name}/{key}": float(getattr(layer, key))
+            for layer in self.layers
+            for key in ("condition", "dead", "floored", "length")
+        }
+        if self.step is not None:
+            found |= {f"step/{key}": float(v) for key, v in asdict(self.step).items()}
+        return {key: value for key, value in found.items() if not math.isnan(value)}
+
+    def log(self, writer: Any, step: int | None = None, prefix: str = "quasidiag") -> None:
+        """Write all scalars to a TensorBoard ``SummaryWriter``, or to what else has its ``add_scalar``."""
+        for name, value in self.scalars().items():
+            writer.add_scalar(f"{prefix}/{name}", value, self.steps if step is None else step)
+
+    def __str__(self) -> str:
+        head = ["layer", "", "reduction", "units", "condition", "dead", "floored", "length"]
+        rows = [
+            [
+                x.name,
+                x.layer,
+                x.reduction,
+                str(x.units),
+                f"{x.condition:.1e}",
+                f"{x.dead:.1%}",
+                f"{x.floored:.1%}",
+                "" if math.isnan(x.length) else f"{x.length:.2e}",
+            ]
+            for x in self.layers
+        ]
+        widths = [max(map(len, column)) for column in zip(head, *rows)]
+        lines = [
+            "  ".join(
+                cell.ljust(width) if i < 3 else cell.rjust(width)
+                for i, (cell, width) in enumerate(zip(row, widths))
+            ).rstrip()
+            for row in [head, *rows]
+        ]
+        if self.step is not None:
+            s = self.step
+            lines.append(
+                f"step {s.steps}: alpha {s.alpha:.3g}, mu {s.mu:.3g}, damping {s.damping:.3g}, predicted {s.predicted:.3g}, "
+                f"actual {s.actual:.3g} (ratio {s.ratio:.2f} when last looked at), length {s.length:.3g}"
+            )
+        return "\n".join(lines)
+
+
+class _Entries(NamedTuple):
+    """``[units, n]``: the metric's diagonal in its own coordinates, and which entries the solve bounds or skips."""
+
+    values: Tensor
+    bounded: Tensor
+    weight: Tensor
+    length: float
+
+
+@torch.no_grad()
+def diagnostics(optimizer: Riemannian) -> Diagnostics:
+    """The state of an optimizer's metric and of its last step, layer by layer, for those that have one so far."""
+    layers = [_layer(optimizer, block) for block in optimizer._blocks if optimizer._started(block)]
+    report = None if optimizer.auto is None else Report(**vars(optimizer.auto))
+    return Diagnostics(layers, report, optimizer.steps)
+
+
+def _layer(optimizer: Riemannian, block: DiagonalBlock) -> LayerDiagnostics:
+    rows, state = rows_of(block, optimizer.state)
+    group = optimizer._group[block.home]
+    eps = float(group["eps"])
+    floor = eps if group["floor"] is None else float(group["floor"])
+    updates = [optimizer.state[p].get("update") for p in block.parameters]
+    kept = [local(u) for u in updates if u is not None]
+    entries = _entries(rows, state, kept if len(kept) == len(updates) else None, eps, floor)
+    counted = torch.where(entries.bounded | (entries.values <= 0), math.nan, entries.values)
+    largest = counted.nan_to_num(0.0).amax(1)
+    smallest = counted.nan_to_num(math.inf).amin(1)
+    alive = largest > 0
+    ratios = (largest / smallest)[alive]
+    dead = entries.weight <= DEAD * entries.weight.mean()
+    kinds = {QuasiDiagonalBlock: "quasi-diagonal", UnitwiseBlock: "unitwise"}
+    return LayerDiagnostics(
+        name=block.name,
+        layer=type(block.module).__name__,
+        reduction=kinds.get(type(rows), "diagonal"),
+        units=len(entries.weight),
+        updates=int(state[rows.home]["updates"]),
+        condition=float(ratios.median()) if len(ratios) else math.nan,
+        dead=float(dead.double().mean()),
+        floored=float(entries.bounded.double().mean()),
+        length=entries.length,
+    )
+
+
+def _entries(
+    block: DiagonalBlock, state: Any, update: list[Tensor] | None, eps: float, floor: float
+) -> _Entries:
+    if isinstance(block, UnitwiseBlock):
+        return _unitwise(block, state, update, eps, floor)
+    if isinstance(block, QuasiDiagonalBlock):
+        return _quasi_diagonal(block, state, update, eps, floor)
+    kept = [m + eps for m in block._bounded(state)]
+    units = [m.reshape(len(m) if m.dim() else 1, -1) for m in kept]
+    alone = (
+        len({len(m) for m in units}) > 1
+    )  # a weight whose units are not along its first dimension
+    values = torch.cat([m.reshape(1, -1) for m in kept] if alone else units, dim=1)
+    plain = [m for m in block.kept(state) if m is not None]
+    weight = plain[0] if block.bias is not None else plain[0].reshape(len(values), -1).mean(1)
+    length = math.nan
+    if update is not None:
+        length = float(sum((m * u.square()).sum() for m, u in zip(kept, update)))
+    return _Entries(values, values <= floor, weight.reshape(-1), length)
+
+
+def _quasi_diagonal(
+    block: QuasiDiagonalBlock, state: Any, update: list[Tensor] | None, eps: float, floor: float
+) -> _Entries:
+    m00, m0i, mii = block._moment_rows(state)
+    shift = state[block.weight].get("shift")
+    c = torch.zeros(m0i.shape[1], dtype=m0i.dtype, device=m0i.device) if shift is None else shift
+    d0, row, diagonal = m00 + eps, m0i - eps * c, mii + eps * (1 + c.square())
+    inverse = torch.where(d0 > 0, d0.reciprocal(), 0.0).unsqueeze(1)
+    variance = diagonal - row * inverse * row
+    bounded = ~varies(m00, mii, variance, diagonal, shift) | (variance < floor * inverse)
+    length = math.nan
+    if update is not None:
+        u0, ui = block._rows(update)
+        centred = u0 + ((c + row * inverse) * ui).sum(1)
+        length = float((d0 * centred.square()).sum() + (variance * ui.square()).sum())
+    values = torch.cat([d0.unsqueeze(1), variance], dim=1)
+    bounded = torch.cat([(d0 <= 0).unsqueeze(1), bounded], dim=1)
+    own = block.kept(state).m00
+    assert own is not None
+    return _Entries(values, bounded, own.reshape(-1), length)
+
+
+def _unitwise(
+    block: UnitwiseBlock, state: Any, update: list[Tensor] | None, eps: float, floor: float
+) -> _Entries:
+    kept = state[block.weight]["block"]
+    values = torch.linalg.eigvalsh(kept) + eps
+    unit = kept.shape[-1] * torch.finfo(kept.dtype).eps
+    bounded = (values <= unit * values[:, -1:]) | (values < floor)
+    length = math.nan
+    if update is not None:
+        rows = block.adapter.rows(block.module, update[-1])
+        u = rows if block.bias is None else torch.cat([update[0].unsqueeze(1), rows], dim=1)
+        length = float(torch.einsum("ki,kij,kj->", u, kept, u) + eps * u.square().sum())
+    diagonal = kept.diagonal(dim1=1, dim2=2)
+    weight = diagonal.mean(1) if block.bias is None else diagonal[:, 0]
+    return _Entries(values, bounded, weight, length)

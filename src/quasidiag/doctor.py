@@ -1,0 +1,142 @@
+"""What of a model would be preconditioned, by which adapter, and what would not, and why.
+
+The model is named by import path, as package.module:name (a module, or a function or class that makes one without
+arguments), or by a Python file that defines `model` (FILE.py, or FILE.py:name). Exit codes: 0 all is preconditioned, 1
+something falls to the diagonal rule, 2 wrong usage.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import os
+import runpy
+import sys
+import warnings
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+from torch import nn
+
+from quasidiag.blocks import QuasiDiagonalBlock
+from quasidiag.experiments.config import UsageError
+from quasidiag.layers.base import adapter_of
+from quasidiag.units import find_units
+
+
+@dataclass(frozen=True)
+class Finding:
+    """One layer's parameters. ``good`` is whether they are in a block; ``why`` says what that means here."""
+
+    name: str
+    layer: str
+    parameters: int
+    good: bool
+    why: str
+
+
+def add_parser(subparsers: Any) -> None:
+    parser = subparsers.add_parser(
+        "doctor",
+        help="say what of a model would be preconditioned, and what not",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("model", metavar="SCRIPT-OR-MODEL", help="package.module:name or FILE.py")
+    parser.set_defaults(run=run)
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Load, examine, print."""
+    found = list(examine(load(arguments.model)))
+    if not found:
+        raise UsageError(f"{arguments.model} has no parameter")
+    widths = [max(len(str(row[i])) for row in _cells(found)) for i in range(3)]
+    for finding, cells in zip(found, _cells(found)):
+        mark = "yes" if finding.good else "NO "
+        name, layer, count = (cell.ljust(w) for cell, w in zip(cells, widths))
+        print(f"{mark}  {name}  {layer}  {count}  {finding.why}")
+    total = sum(finding.parameters for finding in found)
+    good = sum(finding.parameters for finding in found if finding.good)
+    print(f"{good:,} of {total:,} parameters are preconditioned ({good / total:.1%})")
+    return int(any(not finding.good for finding in found))
+
+
+def _cells(found: list[Finding]) -> list[tuple[str, str, str]]:
+    return [(x.name, x.layer, f"{x.parameters:,}") for x in found]
+
+
+def examine(model: nn.Module) -> Iterator[Finding]:
+    """What an optimizer of :mod:`quasidiag` would do with each layer of a model."""
+    trained = {p for p in model.parameters() if p.requires_grad}
+    units = find_units(model, trained, "quasi-diagonal")
+    covered = set()
+    for block in units.blocks:
+        covered |= set(block.parameters)
+        count = sum(p.numel() for p in block.parameters)
+        adapter = type(adapter_of(block.module)).__name__
+        if isinstance(block, QuasiDiagonalBlock):
+            why = f"quasi-diagonal, by {adapter}"
+        elif block.weight is None or block.bias is None:
+            missing = "weight" if block.weight is None else "bias"
+            why = f"diagonal, by {adapter}: no {missing} is trained with it"
+        else:
+            why = f"diagonal, by {adapter}"
+        yield Finding(block.name, type(block.module).__name__, count, True, why)
+    for name, module in model.named_modules():
+        left = [(n, p) for n, p in module.named_parameters(recurse=False) if p not in covered]
+        for way, why in (
+            (False, "frozen: it does not require a gradient"),
+            (True, _why_not(module)),
+        ):
+            some = [(n, p) for n, p in left if p.requires_grad is way]
+            if some:
+                label = ", ".join(".".join(filter(None, (name, n))) for n, _ in some)
+                count = sum(p.numel() for _, p in some)
+                yield Finding(label, type(module).__name__, count, not way, why)
+        covered |= {p for _, p in left}
+
+
+def _why_not(module: nn.Module) -> str:
+    if adapter_of(module) is not None:
+        return "the diagonal rule of qd.AdaGrad: the adapter of this layer does not cover it"
+    return (
+        f"the diagonal rule of qd.AdaGrad: no adapter is registered for {type(module).__name__} "
+        "(qd.register_layer teaches one)"
+    )
+
+
+def load(place: str) -> nn.Module:
+    """The model at an import path or in a file."""
+    path, _, name = place.partition(":")
+    sys.path.insert(0, os.getcwd())
+    try:
+        if path.endswith(".py"):
+            if not os.path.exists(path):
+                raise UsageError(f"there is no file {path}")
+            name = name or "model"
+            names = runpy.run_path(path, run_name="quasidiag.doctor.script")
+        elif name:
+            names = vars(importlib.import_module(path))
+        else:
+            raise UsageError(f"expected package.module:name or FILE.py, not {place!r}")
+    except ImportError as error:
+        raise UsageError(f"cannot import {path!r}: {error}") from error
+    finally:
+        sys.path.remove(os.getcwd())
+    if name not in names:
+        raise UsageError(f"{path} defines no {name!r}")
+    model = names[name]
+    if not isinstance(model, nn.Module):
+        if not callable(model):
+            raise UsageError(f"{place} is a {type(model).__name__}, not a module")
+        try:
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore")
+                model = model()
+        except TypeError as error:
+            raise UsageError(f"{place} cannot be called without arguments: {error}") from error
+    if not isinstance(model, nn.Module):
+        raise UsageError(f"{place} gives a {type(model).__name__}, not a module")
+    return model

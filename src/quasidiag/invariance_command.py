@@ -1,0 +1,275 @@
+"""Which optimizers are invariant to which change of representation, measured by training twins.
+
+A small sigmoid classifier is trained beside its twin, the same function with its inputs and activities encoded in
+another way, on the same minibatches in float64. The table gives the largest difference between their outputs, relative to
+how far training took them: 1e-10 is rounding, 1 is another network.
+
+Options of an optimizer that is given by import path are written as key=value. Exit codes: 0 done, 1 an optimizer failed
+or did not keep what --require asks for, 2 wrong usage.
+"""
+
+from __future__ import annotations
+
+import argparse
+import ast
+import importlib
+import importlib.util
+import json
+import math
+from collections.abc import Callable
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+import quasidiag as qd
+from quasidiag import invariance
+from quasidiag.experiments.config import UsageError
+
+Make = Callable[[nn.Module, Any], Optimizer]
+
+#: Below this relative difference a change is said to be kept.
+KEPT = 1e-6
+
+
+def _preset(kind: Any, lr: float) -> Make:
+    """Without ``eps`` and ``floor``, which break the invariance by as much as they matter."""
+    return lambda net, loss: kind(net, loss, lr=lr, gamma=0.05, eps=0.0, floor=0.0)
+
+
+def _auto(**options: Any) -> Make:
+    """At a tenth of the step: longer ones are as invariant, but amplify rounding from step to step."""
+    return lambda net, loss: qd.Riemannian(net, loss, step="auto", lr=0.1, floor=0.0, **options)
+
+
+OPTIMIZERS: dict[str, Make] = {
+    "SGD": lambda net, loss: torch.optim.SGD(net.parameters(), lr=0.3),
+    "Adam": lambda net, loss: torch.optim.Adam(net.parameters(), lr=1e-2),
+    "AdaGrad": lambda net, loss: qd.AdaGrad(net.parameters(), lr=1e-2),
+    "DOP": _preset(qd.DOP, lr=1e-3),
+    "DNat": _preset(qd.DNat, lr=1e-3),
+    "QDOP": _preset(qd.QDOP, lr=1e-2),
+    "QDMCNat": _preset(qd.QDMCNat, lr=1e-2),
+    "QDNat": _preset(qd.QDNat, lr=1e-2),
+    "Riemannian (auto)": _auto(),
+    "Riemannian (auto, no safeguards)": _auto(safeguard=None),
+}
+
+
+def add_parser(subparsers: Any) -> None:
+    parser = subparsers.add_parser(
+        "invariance",
+        help="measure which optimizers depend on how the data is encoded",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument(
+        "--optimizer",
+        metavar="MODULE:CLASS",
+        help="a torch.optim.Optimizer by import path, beside the usual ones",
+    )
+    parser.add_argument("settings", nargs="*", metavar="KEY=VALUE", help="that optimizer's options")
+    parser.add_argument("--only", action="store_true", help="measure the given optimizer alone")
+    parser.add_argument("--steps", type=int, default=100, help="training steps (default: 100)")
+    parser.add_argument("--seed", type=int, default=0, help="of data, network and random changes")
+    parser.add_argument(
+        "--require",
+        choices=sorted(invariance.CHANGES),
+        help="exit with 1 unless everything measured is invariant to this",
+    )
+    parser.add_argument("--plot", type=Path, metavar="FILE", help="draw a picture (.png, .svg)")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="write the numbers")
+    parser.set_defaults(run=run)
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Measure, print, draw."""
+    if arguments.steps < 1:
+        raise UsageError(f"--steps must be at least 1, not {arguments.steps}")
+    makers = {} if arguments.only else dict(OPTIMIZERS)
+    if arguments.optimizer:
+        makers[arguments.optimizer] = given(arguments.optimizer, options(arguments.settings))
+    elif arguments.only or arguments.settings:
+        raise UsageError("--only and KEY=VALUE are about an --optimizer MODULE:CLASS")
+    if arguments.plot is not None and importlib.util.find_spec("matplotlib") is None:
+        raise UsageError("--plot needs matplotlib: pip install 'quasidiag[experiments]'")
+    drifts: dict[str, dict[str, invariance.Drift]] = {}
+    for name, make in makers.items():
+        drifts[name] = {
+            change: measure(make, change, arguments.steps, arguments.seed)
+            for change in invariance.CHANGES
+        }
+    table = {name: {c: relative(d) for c, d in row.items()} for name, row in drifts.items()}
+    show(table)
+    if arguments.json is not None:
+        arguments.json.write_text(json.dumps(table, indent=1) + "\n")
+    if arguments.plot is not None:
+        draw(table, drifts, arguments.plot)
+        print(f"wrote {arguments.plot}")
+    failed = [name for name, row in table.items() if not all(map(math.isfinite, row.values()))]
+    if failed:
+        print(f"did not train: {', '.join(failed)}")
+    broken = [
+        name
+        for name, row in table.items()
+        if arguments.require is not None and not row[arguments.require] < KEPT
+    ]
+    if broken:
+        print(f"not invariant to {arguments.require}: {', '.join(broken)}")
+    return int(bool(failed or broken))
+
+
+def given(path: str, settings: dict[str, Any]) -> Make:
+    """An optimizer by import path; one of quasidiag's is given the model, any other its parameters."""
+    module_name, _, name = path.partition(":")
+    try:
+        kind = getattr(importlib.import_module(module_name), name)
+    except (ImportError, AttributeError, ValueError) as error:
+        raise UsageError(
+            f"cannot import an optimizer from {path!r} (such as torch.optim:Adam): {error}"
+        ) from error
+    if not (isinstance(kind, type) and issubclass(kind, Optimizer)):
+        raise UsageError(f"{path} is not a torch.optim.Optimizer")
+    plain: Any = kind
+    riemannian = issubclass(kind, qd.Riemannian)
+
+    def make(net: nn.Module, loss: Any) -> Optimizer:
+        try:
+            if riemannian:
+                return plain(net, loss, **settings)
+            return plain(net.parameters(), **settings)
+        except (TypeError, ValueError) as error:
+            raise UsageError(f"{path} does not take these options: {error}") from error
+
+    return make
+
+
+def options(settings: list[str]) -> dict[str, Any]:
+    """``key=value`` as keyword arguments, values as Python writes them or else as text."""
+    found = {}
+    for setting in settings:
+        key, equals, text = setting.partition("=")
+        if not (equals and key.isidentifier()):
+            raise UsageError(f"expected KEY=VALUE, not {setting!r}")
+        try:
+            found[key] = ast.literal_eval(text)
+        except (ValueError, SyntaxError):
+            found[key] = text
+    return found
+
+
+def problem(seed: int) -> tuple[nn.Sequential, Tensor, Tensor]:
+    """A sigmoid network, and inputs in [0, 1] with the classes that another network gives them."""
+    generator = torch.Generator().manual_seed(seed)
+
+    def network(*sizes: int, gain: float) -> nn.Sequential:
+        modules: list[nn.Module] = []
+        for fan_in, fan_out in pairwise(sizes):
+            layer = nn.Linear(fan_in, fan_out, dtype=torch.float64)
+            with torch.no_grad():
+                for p in layer.parameters():
+                    noise = torch.randn(p.shape, generator=generator, dtype=p.dtype)
+                    p.copy_(gain * noise / fan_in**0.5)
+            modules += [layer, nn.Sigmoid()]
+        return nn.Sequential(*modules[:-1])
+
+    x = torch.rand(1200, 20, generator=generator, dtype=torch.float64)
+    with torch.no_grad():
+        t = network(20, 16, 5, gain=6.0)(x - 0.5).argmax(1)
+    return network(20, 12, 10, 5, gain=1.0), x, t
+
+
+def measure(make: Make, change: str, steps: int, seed: int) -> invariance.Drift:
+    """Train the twins on minibatches of 300."""
+    model, x, t = problem(seed)
+    other = invariance.CHANGES[change](model)
+    criterion = qd.Categorical()
+    return invariance.measure(make, model, criterion, other, x, t, steps=steps, batch_size=300)
+
+
+def relative(drift: invariance.Drift) -> float:
+    """The largest difference, relative to the way that training went; NaN if it went nowhere."""
+    way = max(drift.moves)
+    if not all(map(math.isfinite, (*drift.differences, way))) or way == 0:
+        return math.nan
+    return drift.worst / way
+
+
+def show(table: dict[str, dict[str, float]]) -> None:
+    """A table in colours where ``rich`` is installed, else in plain text."""
+    changes = list(invariance.CHANGES)
+    if importlib.util.find_spec("rich") is None:
+        width = max(map(len, table)) + 2
+        print("".ljust(width) + "".join(change.rjust(17) for change in changes))
+        for name, row in table.items():
+            print(name.ljust(width) + "".join(_cell(row[change]).rjust(17) for change in changes))
+        return
+    from rich.console import Console
+    from rich.table import Table
+
+    shown = Table("optimizer", *changes, title="difference of the twins, relative to the way")
+    for name, row in table.items():
+        cells = [
+            f"[{'green' if row[change] < KEPT else 'red'}]{_cell(row[change])}[/]"
+            for change in changes
+        ]
+        shown.add_row(name, *cells)
+    Console().print(shown)
+
+
+def _cell(value: float) -> str:
+    return f"{value:.0e} {'kept' if value < KEPT else 'no'}" if math.isfinite(value) else "failed"
+
+
+def draw(
+    table: dict[str, dict[str, float]],
+    drifts: dict[str, dict[str, invariance.Drift]],
+    path: Path,
+) -> None:
+    """The table as colours, and beside it how the twins part under an affine change, step by step."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    changes = list(invariance.CHANGES)
+    figure, (left, right) = pyplot.subplots(
+        1,
+        2,
+        figsize=(13, 1.6 + 0.42 * max(6, len(table))),
+        width_ratios=(1.15, 1),
+        layout="constrained",
+    )
+    floor = 1e-16
+    values = [
+        [math.log10(max(row[c], floor)) if math.isfinite(row[c]) else 0.0 for c in changes]
+        for row in table.values()
+    ]
+    left.imshow(values, cmap="RdYlGn_r", vmin=-14, vmax=0, aspect="auto")
+    left.set_xticks(range(len(changes)), changes)
+    left.set_yticks(range(len(table)), list(table))
+    left.set_title("largest difference of the twins")
+    for y, row in enumerate(table.values()):
+        for x, change in enumerate(changes):
+            text = f"{row[change]:.0e}" if math.isfinite(row[change]) else "failed"
+            dark = not 1e-13 < row[change] < 1e-2
+            left.text(x, y, text, ha="center", va="center", fontsize=9, color="wk"[not dark])
+    colours = pyplot.get_cmap("tab10")
+    for number, (name, twins) in enumerate(drifts.items()):
+        drift = twins["affine"]
+        way = max(drift.moves) or 1.0
+        parts = [max(d / way, floor) for d in drift.differences]
+        style = "-" if number < 10 else "--"
+        right.semilogy(
+            range(1, len(parts) + 1), parts, style, color=colours(number % 10), label=name
+        )
+    right.axhline(KEPT, color="grey", linewidth=0.8, linestyle=":")
+    right.set_xlabel("training steps")
+    right.set_title("under an affine change, step by step")
+    right.set_ylabel("difference relative to the way of training")
+    right.legend(fontsize=8, loc="upper left", bbox_to_anchor=(1.0, 1.0), frameon=False)
+    figure.savefig(path, dpi=120)
+    pyplot.close(figure)

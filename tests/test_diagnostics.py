@@ -1,0 +1,135 @@
+"""``qd.diagnostics`` against its definitions, as a table, a dictionary and TensorBoard's scalars."""
+
+from __future__ import annotations
+
+import json
+import math
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+
+import quasidiag as qd
+from nets import batch, mlp
+
+sys.path.insert(0, str(Path(__file__).parent / "auto"))
+from test_model import dense_metric, flat
+
+
+def trained(steps: int = 4, **options: object) -> tuple[nn.Sequential, qd.Riemannian]:
+    model, loss = mlp(5, 6, 3, activation="tanh"), qd.Categorical()
+    optimizer = qd.Riemannian(model, loss, **options)  # type: ignore[arg-type]
+    for step in range(steps):
+        x, t = batch("categorical", 40, 5, 3, seed=step)
+        optimizer.zero_grad()
+        loss(model(x), t).backward()
+        optimizer.step()
+    return model, optimizer
+
+
+def test_length_is_that_of_the_dense_metric() -> None:
+    model, optimizer = trained()
+    found = qd.diagnostics(optimizer)
+    dense = dense_metric(optimizer)
+    update = flat(optimizer.state[p]["update"] for p in model.parameters())
+    expected = float(update @ dense @ update)
+    assert sum(layer.length for layer in found.layers) == pytest.approx(expected)
+
+
+def test_condition_is_that_of_the_centred_metric() -> None:
+    model, optimizer = trained(safeguard=None)
+    m00, m0i, mii = (m for m in optimizer.moments(model[0]))
+    assert m00 is not None and m0i is not None and mii is not None
+    entries = torch.cat([m00.unsqueeze(1), mii - m0i**2 / m00.unsqueeze(1)], dim=1)
+    expected = float((entries.amax(1) / entries.amin(1)).median())
+    assert qd.diagnostics(optimizer).layers[0].condition == pytest.approx(expected)
+
+
+@pytest.mark.parametrize("reduction", ["quasi-diagonal", "diagonal", "unitwise"])
+def test_every_reduction(reduction: str) -> None:
+    _, optimizer = trained(reduction=reduction)
+    found = qd.diagnostics(optimizer)
+    assert [layer.reduction for layer in found.layers] == [reduction] * 2
+    for layer in found.layers:
+        assert layer.condition >= 1 and layer.length > 0 and layer.dead == 0 == layer.floored
+        assert layer.updates == 4
+    assert found.step == optimizer.auto and found.step is not optimizer.auto
+
+
+def test_dead_units_and_inputs_that_never_vary() -> None:
+    model, loss = mlp(5, 6, 3, activation="relu"), qd.Categorical()
+    with torch.no_grad():
+        model[0].bias.copy_(torch.tensor([-1e6, -1e6, 10, 10, 10, 10]))  # two are off for ever
+    optimizer = qd.QDOP(model, loss, lr=1e-2, eps=0.0, floor=0.0)
+    x, t = batch("categorical", 40, 5, 3)
+    x[:, 0] = 3.0
+    loss(model(x), t).backward()
+    optimizer.step()
+    first, second = qd.diagnostics(optimizer).layers
+    assert first.dead == pytest.approx(2 / 6)
+    assert first.floored == pytest.approx((2 * 6 + 4 * 1) / 36)
+    assert second.dead == 0
+    assert second.floored == pytest.approx(2 / 7)
+    assert math.isnan(first.length)
+
+
+def test_a_floor_shows() -> None:
+    _, plain = trained(lr=1e-3)
+    _, bounded = trained(lr=1e-3, floor=1e3)
+    assert qd.diagnostics(plain).layers[0].floored == 0
+    assert qd.diagnostics(bounded).layers[0].floored == pytest.approx(5 / 6)
+
+
+def test_before_the_first_step_there_is_nothing() -> None:
+    model, loss = mlp(5, 6, 3), qd.Categorical()
+    found = qd.diagnostics(qd.Riemannian(model, loss))
+    assert found.layers == [] and found.steps == 0 and "step 0" in str(found)
+
+
+def test_convolutions_norms_and_layers_without_a_bias() -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(
+        nn.Conv2d(1, 3, 2),
+        nn.BatchNorm2d(3),
+        nn.Conv2d(3, 2, 1, bias=False),
+        nn.Flatten(),
+        nn.Linear(8, 3),
+    )
+    loss = qd.Categorical()
+    optimizer = qd.Riemannian(model, loss)
+    x, t = torch.randn(20, 1, 3, 3), torch.arange(20) % 3
+    for _ in range(2):
+        optimizer.zero_grad()
+        loss(model(x), t).backward()
+        optimizer.step()
+    found = qd.diagnostics(optimizer)
+    assert [layer.layer for layer in found.layers] == ["Conv2d", "BatchNorm2d", "Conv2d", "Linear"]
+    assert all(layer.length > 0 for layer in found.layers)
+
+
+def test_table_dictionary_and_scalars() -> None:
+    _, optimizer = trained()
+    found = qd.diagnostics(optimizer)
+    lines = str(found).splitlines()
+    assert len(lines) == 4 and lines[1].startswith("0 ") and "alpha" in lines[-1]
+    assert json.loads(json.dumps(found.as_dict()))["layers"][0]["units"] == 6
+    written: dict[str, tuple[float, int]] = {}
+
+    class Writer:
+        def add_scalar(self, name: str, value: float, step: int) -> None:
+            written[name] = value, step
+
+    found.log(Writer())
+    assert written["quasidiag/0/condition"] == (found.layers[0].condition, 4)
+    assert optimizer.auto is not None
+    assert written["quasidiag/step/alpha"] == (optimizer.auto.alpha, 4)
+
+
+def test_tensorboard(tmp_path: Path) -> None:
+    tensorboard = pytest.importorskip("torch.utils.tensorboard")
+    _, optimizer = trained()
+    with tensorboard.SummaryWriter(tmp_path) as writer:
+        qd.diagnostics(optimizer).log(writer, 7)
+    assert list(tmp_path.iterdir())

@@ -1,0 +1,105 @@
+"""``quasidiag doctor``: what would be preconditioned, what not, and why."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from quasidiag.cli import main
+from quasidiag.doctor import examine
+
+SCRIPT = """
+from torch import nn
+
+class Scale(nn.Module):
+    def __init__(self):
+        super().__init__()
+        import torch
+        self.scale = nn.Parameter(torch.ones(4))
+
+    def forward(self, x):
+        return self.scale * x
+
+model = nn.Sequential(nn.Linear(3, 4), nn.Tanh(), Scale(), nn.Linear(4, 2, bias=False))
+
+def sound():
+    return nn.Sequential(nn.Linear(3, 4), nn.LayerNorm(4), nn.Linear(4, 2))
+
+def needy(width):
+    return nn.Linear(width, 1)
+
+number = 3
+"""
+
+
+@pytest.fixture
+def script(tmp_path: Path) -> Path:
+    path = tmp_path / "script.py"
+    path.write_text(SCRIPT)
+    return path
+
+
+def test_names_what_is_not_preconditioned(script: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["doctor", str(script)]) == 1
+    lines = capsys.readouterr().out.splitlines()
+    assert [line[:3] for line in lines[:3]] == ["yes", "yes", "NO "]
+    assert "quasi-diagonal, by LinearAdapter" in lines[0]
+    assert "no bias is trained" in lines[1]
+    assert "2.scale" in lines[2] and "no adapter is registered for Scale" in lines[2]
+    assert lines[3] == "24 of 28 parameters are preconditioned (85.7%)"
+
+
+def test_a_sound_model_exits_with_zero(script: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["doctor", f"{script}:sound"]) == 0
+    assert "100.0%" in capsys.readouterr().out
+
+
+def test_by_import_path(
+    script: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(script.parent)
+    assert main(["doctor", "script:sound"]) == 0
+    assert main(["doctor", "script:model"]) == 1
+
+
+@pytest.mark.parametrize(
+    ("place", "message"),
+    [
+        ("missing.py", "there is no file"),
+        ("torch.nn", "expected package.module:name"),
+        ("no_such_package:model", "cannot import"),
+        ("{}:nothing", "defines no 'nothing'"),
+        ("{}:number", "is a int, not a module"),
+        ("{}:needy", "cannot be called without arguments"),
+        ("torch.nn:Identity", "has no parameter"),
+    ],
+)
+def test_wrong_usage(
+    place: str, message: str, script: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["doctor", place.format(script)]) == 2
+    assert message in capsys.readouterr().err
+
+
+class Tied(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.attention = nn.MultiheadAttention(4, 2, bias=True)
+        self.frozen = nn.Linear(4, 4).requires_grad_(False)
+        self.cls = nn.Parameter(torch.zeros(4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.frozen(self.attention(x, x, x)[0]) + self.cls
+
+
+def test_composite_frozen_and_loose_parameters() -> None:
+    found = {finding.name: finding for finding in examine(Tied())}
+    frozen = found["frozen.weight, frozen.bias"]
+    assert frozen.good and "frozen" in frozen.why
+    assert not found["cls"].good and "Tied" in found["cls"].why
+    total = sum(finding.parameters for finding in found.values())
+    assert total == sum(p.numel() for p in Tied().parameters())
+    assert all(finding.good for name, finding in found.items() if name.startswith("attention"))
