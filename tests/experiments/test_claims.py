@@ -220,4 +220,4 @@ def test_figures_over_seeds_in_words() -> None:
     assert over_seeds([0.5]) == "0.5 (1 seed)"
     assert over_seeds([0.009, 0.011], 100, " %") == "1 ± 0.14 % (2 seeds)"
     assert over_seeds([0.5, float("inf")]) == "0.5 (2 seeds, 1 diverged)"
-    assert over_seeds([]) == "diverged at every step size"
+    assert over_seeds([]) == "diverged at every step size tried"

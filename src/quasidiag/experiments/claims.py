@@ -100,14 +100,14 @@ class Finding:
 def over_seeds(values: Sequence[float], scale: float = 1.0, unit: str = "") -> str:
     """Mean ± standard deviation over the seeds, and how many there are."""
     if not values:
-        return "diverged at every step size"
+        return "diverged at every step size tried"
     finite = [value * scale for value in values if math.isfinite(value)]
     if not finite:
         return "diverged"
     spread = f" ± {np.std(finite, ddof=1):.2g}" if len(finite) > 1 else ""
     lost = f", {len(values) - len(finite)} diverged" if len(finite) < len(values) else ""
     seeds = f"{len(values)} seed{'s' if len(values) > 1 else ''}{lost}"
-    return f"{np.mean(finite):.3g}{spread}{unit} ({seeds})"
+    return f"{np.mean(finite):.4g}{spread}{unit} ({seeds})"
 
 
 def apart(first: Sequence[Record], second: Sequence[Record], name: str = "train_nll") -> float:
@@ -218,7 +218,7 @@ def faces_stay(evidence: Evidence) -> Iterator[Check]:
         line = evidence.find(task, rival)
         if line is None or not line.chosen:
             lost = line is not None
-            measured = "diverged at every step size" if lost else "no runs"
+            measured = "diverged at every step size tried" if lost else "no runs"
             yield Check(f"{rival} stays", measured, False if lost else None)
             continue
         parts = [run.final(name) / run.column(name)[1] for run in line.chosen]

@@ -150,7 +150,11 @@ def _legend(figure: Figure, axes: Iterable[Axes]) -> None:
     for axis in axes:
         handles, labels = axis.get_legend_handles_labels()
         entries = {**dict(zip(labels, handles, strict=True)), **entries}
-    figure.legend(entries.values(), entries.keys(), loc="outside lower center", ncols=4)
+    names = sorted(entries, key=lambda name: rank(name, ALGORITHMS))
+    columns = min(4, int(figure.get_figwidth() / 1.3))  # inches that one entry takes
+    figure.legend(
+        [entries[name] for name in names], names, loc="outside lower center", ncols=columns
+    )
 
 
 def curve_rows(own: Sequence[Line], key: str) -> Iterable[dict[str, Any]]:
