@@ -16,6 +16,7 @@ import io
 import os
 import tarfile
 import zipfile
+import zlib
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -174,20 +175,22 @@ NAMES = (*_READERS, "mnist-5k")
 def write_prepared(data: Data, out: Path) -> Path:
     """One compact file for a machine without the readers or the network, with its digest in ``SHA256SUMS``.
 
-    Images are stored as differences along both axes (exactly undone by two sums of bytes), which
+    Photographs are stored as differences along both axes (exactly undone by two sums of bytes), which
     makes them half as large; the archive is an ``.npz`` that NumPy reads as it is.
     """
-    arrays: dict[str, Array] = {}
-    if data.image is None:
+    arrays: dict[str, Array] = {"image": np.array(data.image or (), np.int64)}
+    differences = _differences(data)
+    if differences is None:
         arrays["inputs"] = data.inputs
     else:
-        x = data.inputs.reshape(-1, *data.image)
-        arrays["differences"] = np.diff(np.diff(x, axis=2, prepend=0), axis=1, prepend=0)
+        arrays["differences"] = differences
     if data.labels is not None:
         arrays["labels"] = data.labels
     out.mkdir(parents=True, exist_ok=True)
     path = out / f"{data.name}.npz"
     temporary = out / f".{data.name}.{os.getpid()}"
+    for leftover in out.glob(f".{data.name}.*"):  # of a process that was killed while writing
+        leftover.unlink(missing_ok=True)
     try:
         with zipfile.ZipFile(temporary, "w", zipfile.ZIP_LZMA) as archive:
             for key, array in {**arrays, "source": np.array(data.source)}.items():
@@ -201,12 +204,24 @@ def write_prepared(data: Data, out: Path) -> Path:
     return path
 
 
+def _differences(data: Data) -> Array | None:
+    """The differences of neighbouring pixels, where they are more compact than the pixels."""
+    if data.image is None:
+        return None
+    x = data.inputs.reshape(-1, *data.image)
+    y = np.diff(np.diff(x, axis=2, prepend=0), axis=1, prepend=0)
+    plain, changed = (len(zlib.compress(array[:1000].tobytes())) for array in (x, y))
+    return y if changed < plain else None
+
+
 def _read_prepared(name: str, path: Path) -> Data:
     with np.load(path) as arrays:
-        labels = arrays.get("labels")
-        source = str(arrays["source"])
+        image = tuple(int(n) for n in arrays["image"]) or None
         if "inputs" in arrays:
-            return Data(name, arrays["inputs"], labels, None, source)
-        d = arrays["differences"]
-        x = np.cumsum(np.cumsum(d, axis=1, dtype=np.uint8), axis=2, dtype=np.uint8)
-        return Data(name, x.reshape(len(x), -1), labels, (x.shape[1], x.shape[2]), source)
+            x = arrays["inputs"]
+        else:
+            y = arrays["differences"]
+            x = np.cumsum(np.cumsum(y, axis=1, dtype=np.uint8), axis=2, dtype=np.uint8)
+            x = x.reshape(len(x), -1)
+        labels = arrays["labels"] if "labels" in arrays.files else None
+        return Data(name, x, labels, image, str(arrays["source"]))  # type: ignore[arg-type]
