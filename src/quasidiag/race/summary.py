@@ -7,13 +7,14 @@ flattens out is later than the truth, for everybody alike.
 from __future__ import annotations
 
 import csv
+import json
 from collections.abc import Sequence
 from itertools import pairwise
 from pathlib import Path
 from statistics import fmean
 from typing import Any
 
-from quasidiag.experiments.runs import Line, write_json
+from quasidiag.experiments.runs import Line, write_atomically
 
 from .contenders import CONTENDERS, OURS
 from .plan import Plan
@@ -170,7 +171,9 @@ def _robustness(plan: Plan, rows: dict[str, dict[str, Any]]) -> list[dict[str, A
 def write(summaries: Sequence[dict[str, Any]], out: Path) -> None:
     """``summary.json`` with everything, ``summary.csv`` and ``tables.md`` with the results."""
     out.mkdir(parents=True, exist_ok=True)
-    write_json(out / "summary.json", list(summaries))
+    lines = [json.dumps(_rounded(s), allow_nan=False, separators=(",", ":")) for s in summaries]
+    text = "[\n" + ",\n".join(lines) + "\n]\n"  # a task a line
+    write_atomically(out / "summary.json", lambda path: path.write_text(text))
     rows = [row for summary in summaries for row in _flat(summary)]
     if rows:
         with (out / "summary.csv").open("w", newline="", encoding="utf-8") as file:
@@ -180,6 +183,15 @@ def write(summaries: Sequence[dict[str, Any]], out: Path) -> None:
     from .tables import tables
 
     (out / "tables.md").write_text(tables(summaries), encoding="utf-8")
+
+
+def _rounded(value: Any) -> Any:
+    """The same with floats of six digits."""
+    if isinstance(value, dict):
+        return {key: _rounded(entry) for key, entry in value.items()}
+    if isinstance(value, list):
+        return [_rounded(entry) for entry in value]
+    return float(f"{value:.6g}") if isinstance(value, float) else value
 
 
 def _flat(summary: dict[str, Any]) -> list[dict[str, Any]]:

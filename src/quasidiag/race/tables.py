@@ -101,7 +101,9 @@ def _share(row: dict[str, Any] | None) -> str:
 
 
 def _number(value: float | None) -> str:
-    return "—" if value is None else f"{value:.3g}"
+    if value is None:
+        return "—"
+    return f"{value:.0f}" if abs(value) >= 100 else f"{value:.3g}"
 
 
 def _bold(value: float | None, best: float | None) -> str:
