@@ -212,7 +212,8 @@ def facts(records: Sequence[Record]) -> list[str]:
     epochs = max(run.epochs for run in records)
     texts = [f"{len(records)} run{'s' * (len(records) > 1)}"]
     texts += [f"{diverged} diverged"] if diverged else []
-    texts += [f"{epochs} epoch{'s' * (epochs != 1)}", f"{seeds} seed{'s' * (seeds > 1)}"]
+    texts += [f"{epochs} epoch{'s' * (epochs != 1)}"]
+    texts += [f"up to {seeds} seeds" if seeds > 1 else "1 seed"]
     texts += [f"batch {'/'.join(map(str, values('batch_size')))}"] if values("batch_size") else []
     texts += [f"data {', '.join(values('dataset'))}"] if values("dataset") else []
     names = _present(values("scale"), SCALES)
