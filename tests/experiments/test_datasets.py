@@ -78,6 +78,18 @@ def test_a_damaged_real_file_is_refused(tmp_path, real_data):
             datasets.load(target.parent.name, tmp_path)
 
 
+def test_photographs_are_prepared_as_bytes_and_smaller(tmp_path):
+    """A smooth picture takes less as differences, and comes back exactly."""
+    ramp = np.add.outer(np.arange(45), np.arange(45)) + np.arange(50)[:, None, None]
+    noise = np.random.default_rng(0).integers(3, size=ramp.shape)
+    x = (2 * ramp + noise).astype(np.uint8).reshape(50, -1)
+    path = datasets.write_prepared(datasets.Data("faces", x, None, (45, 45), "ramps"), tmp_path)
+    with np.load(path) as arrays:
+        assert arrays["differences"].dtype == np.uint8
+    assert path.stat().st_size < x.size / 2
+    np.testing.assert_array_equal(datasets.load("faces", tmp_path).inputs, x)
+
+
 def test_prepared_files_are_exact_and_checked(tmp_path, data_dir):
     for name in ("mnist", "svhn", "faces", "eeg"):
         data = datasets.load(name, data_dir)

@@ -209,7 +209,10 @@ def _differences(data: Data) -> Array | None:
     if data.image is None:
         return None
     x = data.inputs.reshape(-1, *data.image)
-    y = np.diff(np.diff(x, axis=2, prepend=0), axis=1, prepend=0)
+    zero = np.uint8(
+        0
+    )  # bytes all the way: differences wrap around, and so do the sums that undo them
+    y = np.diff(np.diff(x, axis=2, prepend=zero), axis=1, prepend=zero)
     plain, changed = (len(zlib.compress(array[:1000].tobytes())) for array in (x, y))
     return y if changed < plain else None
 
