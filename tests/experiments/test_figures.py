@@ -9,6 +9,9 @@ import pytest
 from synthetic import grid, pictures, record, timing
 
 from quasidiag.experiments import figures
+from quasidiag.experiments.algorithms import ALGORITHMS
+from quasidiag.experiments.report_page import NLL
+from quasidiag.experiments.report_runs import lines
 
 
 def rows(path: Path) -> list[dict[str, str]]:
@@ -79,3 +82,17 @@ def test_same_runs_same_bytes(tmp_path: Path) -> None:
         figures.write(grid({1e-2: 0.2}), {}, tmp_path / folder)
     for path in (tmp_path / "one").iterdir():
         assert path.read_bytes() == (tmp_path / "two" / path.name).read_bytes()
+
+
+def test_the_legend_fits_and_is_in_the_papers_order() -> None:
+    # On the first variant the last algorithm alone, so that it is met first.
+    runs = [record(variant="sigmoid", algorithm=ALGORITHMS[-1])]
+    runs += [record(variant="tanh", algorithm=name) for name in ALGORITHMS]
+    for shown in (runs, runs[1:]):
+        figure = figures.curves(lines(shown), NLL)
+        assert figure is not None
+        figure.draw_without_rendering()
+        (legend,) = figure.legends
+        assert [text.get_text() for text in legend.get_texts()] == list(ALGORITHMS)
+        box = legend.get_window_extent()
+        assert box.x0 >= 0 and box.x1 <= figure.bbox.width
