@@ -7,7 +7,8 @@ With the Riemannian gradient :math:`d = M^{-1} g` and the previous update :math:
 
 where :math:`F` is the Fisher matrix of the minibatch itself, no approximation: :math:`u^⊤ F v = ‹Ju, F_\text{out} Jv›`
 needs the derivatives of the outputs along two directions only. The damping :math:`λ` follows the ratio of actual to
-predicted decrease (Levenberg–Marquardt). All of these numbers are geometric, so the step depends on how inputs and
+predicted decrease (Levenberg–Marquardt), the actual one on the next minibatch, which the step has not seen; a step that
+did harm there is taken back. All of these numbers are geometric, so the step depends on how inputs and
 activities are encoded no more than :math:`d` does. Parameters outside of every block have no metric, only a diagonal
 rule of another scale: they make a direction of their own, with a third coefficient.
 """
@@ -30,10 +31,10 @@ if TYPE_CHECKING:
 
 Direction = Mapping[Tensor, Tensor]
 
-#: The ratio of actual to predicted decrease is looked at every so many steps, and moves the damping by this factor.
-CHECK_EVERY, DECAY = 5, 0.95**5
-#: Above and below these ratios the damping falls and rises, within these bounds.
-GOOD, BAD = 0.75, 0.25
+#: A ratio of actual to predicted decrease above this lets the damping fall by this factor, one below 0 lets it rise.
+GOOD, DECAY = 0.25, 0.95
+#: A step that raised the loss by this much more than it was to lower it is taken back, and the damping multiplied.
+HARM, RETREAT = 1.0, 4.0
 DAMPING = 1e-6, 1e4
 #: Relative, on the diagonal of the system of the coefficients: the directions may coincide.
 RIDGE = 1e-6
@@ -49,10 +50,11 @@ class Report:
         other: the length along the direction of the parameters that are in no block.
         damping: :math:`λ`.
         predicted: the change of the loss that the quadratic model expected of the last step.
-        actual: the change of the loss on the same minibatch, when it was last looked at.
-        ratio: actual to predicted, when it was last looked at.
+        actual: the change that the step before brought, on the minibatch after it.
+        ratio: of that to what was predicted.
         length: the step's length in the metric, :math:`δ^⊤ M δ`.
         steps: steps so far.
+        retreats: how many of them were taken back.
     """
 
     alpha: float = 0.0
@@ -64,6 +66,7 @@ class Report:
     ratio: float = float("nan")
     length: float = 0.0
     steps: int = 0
+    retreats: int = 0
 
 
 def minimiser(linear: Tensor, quadratic: Tensor) -> Tensor:
@@ -154,20 +157,45 @@ class QuadraticModel:
         form = torch.stack(rows).double() / max(1, int(criterion.terms(output, target)))
         return form.cpu()
 
-    def look(self, ranks: Any = None) -> None:
-        """Now and then: compare the actual decrease with the predicted one, and move the damping."""
+    def judge(self, update: Direction, ranks: Any = None) -> bool:
+        """What the last update did to the loss of *this* minibatch, which it has not seen; whether it did harm.
+
+        On its own minibatch every step looks good: with more parameters than samples, the model of the loss fits them.
+        """
         report = self.report
-        report.steps += 1
-        if (report.steps - 1) % CHECK_EVERY:
-            return
-        changes = [w * (self.replay.value(b) - b.loss) for w, b in self.replay.weighted()]
-        report.actual = float(_mean(torch.stack(changes).sum().double().cpu(), ranks))
-        report.ratio = report.actual / report.predicted if report.predicted < 0 else -1.0
+        start = {p: p.detach() - u.to(p.dtype) for p, u in update.items()}
+        pairs = [(w * b.loss, w * self.replay.value(b, start)) for w, b in self.replay.weighted()]
+        now, before = (torch.stack(values).sum().double().cpu() for values in zip(*pairs))
+        now, before = _mean(torch.stack([now, before]), ranks)
+        if not before.isfinite():
+            return False  # the data are to blame
+        report.actual = float(now - before)
+        report.ratio = report.actual / -abs(report.predicted) if report.predicted else 0.0
         low, high = DAMPING
-        if report.ratio > GOOD:
+        harm = not report.ratio > -HARM
+        if harm:
+            report.damping = min(report.damping * RETREAT, high)
+        elif report.ratio > GOOD:
             report.damping = max(report.damping * DECAY, low)
-        elif not report.ratio >= BAD:
+        elif report.ratio < 0:
             report.damping = min(report.damping / DECAY, high)
+        return harm
+
+
+def retreat_(optimizer: Riemannian, model: QuadraticModel) -> bool:
+    """Take the last update back if it did harm. This minibatch's gradient is then of no use."""
+    ranks = None if optimizer._exchange is None else optimizer._exchange.group
+    update: dict[Tensor, Tensor] = {
+        p: optimizer.state[p]["update"] for p in optimizer._group if "update" in optimizer.state[p]
+    }
+    if not update or not model.judge(update, ranks):
+        return False
+    for p, u in update.items():
+        p.sub_(u.to(p.dtype))
+        del optimizer.state[p]["update"]
+    model.report.length = 0.0
+    model.report.retreats += 1
+    return True
 
 
 def descend_(optimizer: Riemannian, model: QuadraticModel) -> None:
@@ -208,7 +236,7 @@ def descend_(optimizer: Riemannian, model: QuadraticModel) -> None:
     report.alpha = -best[0] if known else 0.0
     report.other = -best[len(fresh) - 1] if other else 0.0
     report.mu = mu
-    model.look(ranks)
+    report.steps += 1
 
 
 def _dot(covector: Direction, u: Direction) -> Tensor:

@@ -255,9 +255,11 @@ class Riemannian(Saved):
             placeholder.fill_(self)
             return loss
         with self._full_precision():
-            if ready(self):
-                if self._model is not None:
-                    self._model.replay.check()
+            usable = ready(self)
+            if self._model is not None:
+                self._model.replay.check()
+                usable = not auto.retreat_(self, self._model) and usable
+            if usable:
                 self._update_metric()
                 if self._model is not None:
                     auto.descend_(self, self._model)

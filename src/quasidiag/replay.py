@@ -178,9 +178,9 @@ class Replay:
         output = self._run(batch, {}, share)
         return output, batch.target[: len(output)], moved
 
-    def value(self, batch: Batch) -> Tensor:
-        """The loss on a whole minibatch, at the parameters as they are now."""
-        return self.criterion(self._run(batch, {}), batch.target)
+    def value(self, batch: Batch, parameters: Direction) -> Tensor:
+        """The loss on a whole minibatch, with these parameters in the place of the model's."""
+        return self.criterion(self._run(batch, parameters), batch.target)
 
     @property
     def _module(self) -> nn.Module:
