@@ -219,3 +219,17 @@ def test_ignored_targets_are_in_neither_gradient_nor_metric() -> None:
         torch.testing.assert_close(a.moments(whole[0]).mii, b.moments(part[0]).mii, **CLOSE)
         a.close(), b.close()
         whole.zero_grad(), part.zero_grad()
+
+
+@pytest.mark.parametrize("metric", ["outer-product", "exact"])
+def test_a_share_of_the_minibatch_has_the_metric_of_those_samples(metric: str) -> None:
+    model, loss = mlp(*SIZES), criterion("categorical")
+    x, t = batch("categorical", 12, SIZES[0], SIZES[-1])
+    before = {name: p.clone() for name, p in model.named_parameters()}
+    share = one_step(model, loss, x, t, metric, metric_fraction=0.5)
+    share.close()
+    model.load_state_dict(before)
+    few = one_step(model, loss, x[:6], t[:6], metric)
+    for layer in linear_layers(model):
+        for got, expected in zip(share.moments(layer), few.moments(layer)):
+            torch.testing.assert_close(got, expected, **CLOSE)

@@ -204,19 +204,23 @@ class Collector:
         self._pass.calls.add(seen.call)
         if not self.due:
             return
-        for call in seen.calls(deltas):
-            self._check_batch(seen, call)
-            module, a, delta = call
-            share = max(1, round(self.fraction * len(a))) if self.fraction < 1 else len(a)
-            more = self._pass.scale
-            if share < len(a):
-                more = more * (len(a) / share) ** 0.5
-            call = Call(module, a[:share], delta[:share])
+        for whole in seen.calls(deltas):
+            call, scale = self._share(seen, whole, self._pass.scale)
             if self.sharing == "exact":
-                self._hold(call, more)
+                self._hold(call, scale)
                 continue
             a, delta = self._brought(call)
-            self._record(module, a, kernels.square(delta, more))
+            self._record(call.module, a, kernels.square(delta, scale))
+
+    def _share(self, seen: Seen, call: Call, scale: float | Tensor) -> tuple[Call, float | Tensor]:
+        """The share of the samples that enters the metric, each counted for as many more."""
+        self._check_batch(seen, call)
+        samples = len(call.a)
+        share = max(1, round(self.fraction * samples)) if self.fraction < 1 else samples
+        if share == samples:
+            return call, scale
+        call = Call(call.module, call.a[:share], call.delta[:share])
+        return call, scale * (samples / share) ** 0.5
 
     def _brought(self, call: Call) -> tuple[Tensor, Tensor]:
         """Activity and derivative as the way of sharing has them."""
@@ -276,14 +280,14 @@ class Collector:
 
         def take(use: Use, deltas: Deltas) -> None:
             sums = found.setdefault(use, {})
-            for call in use.calls(deltas):
-                self._check_batch(use.seen, call)
+            for whole in use.calls(deltas):
+                call, by = self._share(use.seen, whole, scale)
                 if self.sharing == "exact":
-                    self._hold(call, scale)
+                    self._hold(call, by)
                     continue
                 a, delta = self._brought(call)
                 a, before = sums.get(call.module, (a, None))
-                sums[call.module] = a, kernels.square(delta, scale, onto=before)
+                sums[call.module] = a, kernels.square(delta, by, onto=before)
 
         vectors = cotangents(
             self.metric, criterion, output, target, self.samples, self._generator(output.device)

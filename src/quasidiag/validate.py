@@ -67,6 +67,8 @@ def options(**given: Any) -> None:
         raise ValueError(
             "the backpropagated metric has no derivatives to sum: it needs sharing='expand'"
         )
+    if given["metric"] == "backpropagated" and given["metric_fraction"] < 1:
+        raise ValueError("the backpropagated metric takes the whole minibatch: use metric_every")
 
 
 def criterion(given: object, metric: str, loss_reduction: str) -> None:
