@@ -122,13 +122,15 @@ class QuadraticModel:
     def _metric(
         self, directions: Sequence[Direction], images: Sequence[Direction | None]
     ) -> Tensor:
+        known = [i for i, image in enumerate(images) if image is not None]
         metric = torch.zeros(len(directions), len(directions), dtype=torch.float64)
-        for i, image in enumerate(images):
-            if image is None:
-                metric[i, i] = self.report.length
-                continue
+        for i in known:
             for j, u in enumerate(directions):
-                metric[i, j] = metric[j, i] = _dot(image, u)
+                metric[i, j] = metric[j, i] = _dot(images[i] or {}, u)
+        for i in set(range(len(directions))) - set(known):
+            # As it was then; no less than what it shares with the other directions now.
+            shared = sum(float(metric[i, j] ** 2 / metric[j, j]) for j in known if metric[j, j] > 0)
+            metric[i, i] = max(self.report.length, shared)
         return metric
 
     def _fisher(self, directions: Sequence[Direction]) -> Tensor:
