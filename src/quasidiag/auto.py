@@ -176,7 +176,9 @@ class QuadraticModel:
         low, high = DAMPING
         harm = not report.ratio > -HARM
         if harm:
-            report.damping = min(report.damping * RETREAT, high)
+            # 1/α is the curvature that the step found, relative to M: damped by as much, the next is half as long.
+            found = 1 / report.alpha if report.alpha > 0 else low
+            report.damping = min(max(report.damping * RETREAT, found), high)
         elif report.ratio > GOOD:
             report.damping = max(report.damping * DECAY, low)
         elif report.ratio < 0:

@@ -21,7 +21,7 @@ class _Preset(Riemannian):
         lr: float | Tensor = 1e-2,
         **options: Any,
     ) -> None:
-        for name in ("metric", "reduction"):
+        for name in ("metric", "reduction", "step"):
             if name in options:
                 raise TypeError(
                     f"{type(self).__name__} has its own {name}: use qd.Riemannian to choose another"

@@ -60,12 +60,13 @@ def test_what_ours_is_made_with(data_dir):
     assert [group["lr"] for group in optimizer.param_groups] == [1.0]
 
 
-@pytest.mark.parametrize("task", [task.name for task in tasks.TASKS if task.network == "dense"])
+@pytest.mark.parametrize("task", [task.name for task in tasks.TASKS])
 def test_every_task_trains_with_ours(task, data_dir):
     config = tasks.find(task).config("constant", OURS, 1.0, scale="smoke")
     trainer = RaceTrainer(replace(config, train_size=100, valid_size=20), data_dir)
     before = trainer.evaluate()["train_nll"]
-    trainer.train_epoch()
+    for _ in range(3):  # a step that did harm is taken back, and an epoch has only two
+        trainer.train_epoch()
     assert trainer.evaluate()["train_nll"] < before
 
 

@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import contextlib
 import inspect
+from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
@@ -105,25 +106,26 @@ class Tape:
         return [Call(part, torch.cat(a, 1), torch.cat(d, 1)) for part, (a, d) in parts.items()]
 
 
-class Composite(Adapter):
+class Composite(Adapter, ABC):
     """An adapter for a layer with several dense layers inside; say which, and how to re-run it."""
 
     #: Filled by :meth:`parts`; a composite has no weight of its own.
     weight = ""
     bias = None
 
+    @abstractmethod
     def parts(self, module: nn.Module) -> dict[str, nn.Module]:
         """The dense layers inside, by name. Parameters that are in none of them follow the diagonal rule."""
-        raise NotImplementedError
 
+    @abstractmethod
     def outputs(self, module: nn.Module, output: Any) -> list[Tensor]:
         """The tensors among the layer's output that a loss may depend on."""
-        raise NotImplementedError
 
+    @abstractmethod
     def layout(self, module: nn.Module, args: dict[str, Any]) -> tuple[int, int | None]:
         """How many samples there are and, if the batch is the second dimension, the length of the first."""
-        raise NotImplementedError
 
+    @abstractmethod
     def rerun(
         self, module: nn.Module, parts: dict[str, nn.Module], args: dict[str, Any], tape: Tape
     ) -> list[Tensor]:
@@ -131,7 +133,6 @@ class Composite(Adapter):
 
         ``args["one_node"]`` says whether all outputs came from one node of the graph (a fused kernel).
         """
-        raise NotImplementedError
 
     def random(self, module: nn.Module) -> bool:
         """Whether the forward pass draws random numbers."""

@@ -6,6 +6,7 @@ them. A unit is an output channel; with ``groups`` it sees the channels of its o
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from typing import Any
 
 import torch
@@ -16,7 +17,7 @@ from torch.nn.modules.conv import _ConvNd
 from quasidiag.layers.base import Adapter, need_batch, register_layer
 
 
-class _Convolution(Adapter):
+class _Convolution(Adapter, ABC):
     transposed = False
 
     def activity(self, module: nn.Module, args: tuple[Any, ...]) -> Tensor:
@@ -25,11 +26,11 @@ class _Convolution(Adapter):
     def bias_grad(self, module: nn.Module, g: Tensor) -> Tensor:
         return g.flatten(2).sum((0, 2))
 
+    @abstractmethod
     def _geometry(
         self, module: _ConvNd, a: Tensor, g: Tensor
     ) -> tuple[Tensor, list[int], list[int]]:
         """The input as the bare convolution sees it, its padding, and its output padding."""
-        raise NotImplementedError
 
     def weight_grad(self, module: nn.Module, a: Tensor, g: Tensor) -> Tensor:
         assert isinstance(module, _ConvNd)

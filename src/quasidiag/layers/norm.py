@@ -8,6 +8,7 @@ from the input that autograd keeps anyway.
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from typing import Any
 
 import torch.nn.functional as F
@@ -17,18 +18,18 @@ from quasidiag.layers.base import Adapter, need_batch, register_layer
 from quasidiag.moments import Moments
 
 
-class NormAdapter(Adapter):
+class NormAdapter(Adapter, ABC):
     """What the normalisations have in common; a subclass gives :meth:`normalise` and :meth:`channels`."""
 
     full = False
 
+    @abstractmethod
     def normalise(self, module: Any, x: Tensor) -> Tensor:
         """The normalised input, without weight and bias."""
-        raise NotImplementedError
 
+    @abstractmethod
     def channels(self, module: Any, x: Tensor) -> Tensor:
         """``[N, S, *channels]``, with the channels in the weight's shape."""
-        raise NotImplementedError
 
     def rows(self, module: nn.Module, weight: Tensor) -> Tensor:
         return weight.reshape(-1, 1)
