@@ -55,6 +55,8 @@ class Report:
         length: the step's length in the metric, :math:`δ^⊤ M δ`.
         steps: steps so far.
         retreats: how many of them were taken back.
+        factor: the ``lr`` that the last step was multiplied by.
+        samples: how many it saw, on the average rank.
     """
 
     alpha: float = 0.0
@@ -67,6 +69,8 @@ class Report:
     length: float = 0.0
     steps: int = 0
     retreats: int = 0
+    factor: float = 1.0
+    samples: float = 0.0
 
 
 def minimiser(linear: Tensor, quadratic: Tensor) -> Tensor:
@@ -159,6 +163,10 @@ class QuadraticModel:
         form = torch.stack(rows).double() / max(1, int(criterion.terms(output, target)))
         return form.cpu()
 
+    def samples(self, ranks: Any = None) -> float:
+        """How many samples this step has, on the average rank: all must come to the same judgement."""
+        return float(_mean(torch.tensor(float(self.replay.samples()), dtype=torch.float64), ranks))
+
     def judge(self, update: Direction, ranks: Any = None) -> bool:
         """What the last update did to the loss of *this* minibatch, which it has not seen; whether it did harm.
 
@@ -177,7 +185,7 @@ class QuadraticModel:
         harm = not report.ratio > -HARM
         if harm:
             # 1/α is the curvature that the step found, relative to M: damped by as much, the next is half as long.
-            found = 1 / report.alpha if report.alpha > 0 else low
+            found = report.factor / report.alpha if report.alpha > 0 else low
             report.damping = min(max(report.damping * RETREAT, found), high)
         elif report.ratio > GOOD:
             report.damping = max(report.damping * DECAY, low)
@@ -192,7 +200,9 @@ def retreat_(optimizer: Riemannian, model: QuadraticModel) -> bool:
     update: dict[Tensor, Tensor] = {
         p: optimizer.state[p]["update"] for p in optimizer._group if "update" in optimizer.state[p]
     }
-    if not update or not model.judge(update, ranks):
+    before, model.report.samples = model.report.samples, model.samples(ranks)
+    few = model.report.samples < before / 2  # an epoch's last minibatch is no judge
+    if not update or few or not model.judge(update, ranks):
         return False
     for p, u in update.items():
         p.sub_(u.to(p.dtype))
@@ -240,6 +250,7 @@ def descend_(optimizer: Riemannian, model: QuadraticModel) -> None:
     report.alpha = -best[0] if known else 0.0
     report.other = -best[len(fresh) - 1] if other else 0.0
     report.mu = mu
+    report.factor = factor
     report.steps += 1
 
 

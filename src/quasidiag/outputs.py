@@ -147,7 +147,7 @@ class _Elementwise(OutputModel):
     """Outputs independent given the network: the Fisher matrix is diagonal, one vector a coordinate."""
 
     def vectors(self, output: Tensor) -> Tensor:
-        flat = self.fisher(output).sqrt().expand_as(output).flatten(1)
+        flat = self.fisher(output).sqrt().expand_as(output).reshape(len(output), -1)
         return torch.diag_embed(flat).movedim(-2, 0).reshape(flat.shape[1], *output.shape)
 
     @staticmethod

@@ -39,12 +39,15 @@ def ready(optimizer: Riemannian) -> bool:
     if exchange is not None:
         device = gradients[0][1].device
         bad, collector.total, seen = exchange.meet(bad, collector.total, device)
+    usable = bad is None or not bool(bad)
     if collector.due:
+        if usable and not collector.passes and exchange is None and optimizer._blocks:
+            raise RuntimeError(why_unseen(optimizer, optimizer._blocks[0]))
         for block in optimizer._blocks:
             unseen = block not in seen and not optimizer._started(block)
             if unseen and block.home.grad is not None:
                 raise RuntimeError(why_unseen(optimizer, block))
-    return bad is None or not bool(bad) or refuse(optimizer, gradients)
+    return usable or refuse(optimizer, gradients)
 
 
 def not_finite(optimizer: Riemannian, gradients: Gradients) -> Tensor:

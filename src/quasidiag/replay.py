@@ -158,7 +158,8 @@ class Replay:
             largest[batch.call] = max(largest.get(batch.call, 0.0), weight)
         total = sum(largest.values())
         scale = 2.0 ** round(math.log2(total)) if total > 0 else 1.0
-        scaled = scale >= SCALER and abs(total / scale - 1) < 1e-3
+        # Losses that merely add up to a power of two are accumulated ones.
+        scaled = scale >= SCALER and abs(total / scale - 1) < 1e-3 and max(weights) > 1
         return [
             (weight / scale if scaled else weight, batch) for batch, weight in zip(used, weights)
         ]
@@ -180,7 +181,15 @@ class Replay:
 
     def value(self, batch: Batch, parameters: Direction) -> Tensor:
         """The loss on a whole minibatch, with these parameters in the place of the model's."""
-        return self.criterion(self._run(batch, parameters), batch.target)
+        named = self.criterion.named_parameters()
+        own = {name: parameters[p] for name, p in named if p in parameters}
+        given = self._run(batch, parameters), batch.target
+        with torch.no_grad():
+            return functional_call(self.criterion, own, given)
+
+    def samples(self) -> int:
+        """How many samples the minibatches of this step have."""
+        return sum(len(batch.target) for batch in self._used)
 
     @property
     def _module(self) -> nn.Module:

@@ -22,7 +22,8 @@ def learn(
     rule = qd.Riemannian(network, criterion, **options)  # type: ignore[arg-type]
     train(network, rule, data, criterion, share if weight else lambda n: 1.0)
     assert rule.auto is not None
-    return numbers(network), vars(rule.auto)
+    report = {**vars(rule.auto), "samples": 0.0}  # a rank has its own share of them
+    return numbers(network), report
 
 
 def ranks(rank: int, size: int) -> dict[str, Found]:
