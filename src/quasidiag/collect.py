@@ -112,7 +112,9 @@ class Collector:
         self.probe = Probe(model, along, reached, Hook(self._between_passes))
         if criterion is not None:
             Hook.sweep(criterion)
-            self._handles.append(criterion.register_forward_hook(Hook(self._judged)))
+            self._handles.append(
+                criterion.register_forward_hook(Hook(self._judged), with_kwargs=True)
+            )
 
     def watch(self, units: Units) -> None:
         """Watch the layers of these units and no others, from the next forward pass on."""
@@ -140,12 +142,14 @@ class Collector:
             given = self.loss_scale() if callable(self.loss_scale) else self.loss_scale
             self._begin(Pass((batch if self.loss_reduction == "mean" else 1.0) / given, batch))
 
-    def _judged(self, criterion: OutputModel, args: tuple[Tensor, ...], loss: Tensor) -> None:
+    def _judged(
+        self, criterion: OutputModel, args: tuple[Any, ...], kwargs: dict[str, Any], loss: Tensor
+    ) -> None:
         """After the criterion: when the backward pass begins at its loss, collect."""
         if not (self.probe.active and loss.requires_grad):
             return
         self._between_passes()
-        loan = self.probe.loans.lend(args)
+        loan = self.probe.loans.lend(criterion.read(args, kwargs))
 
         def begin(gradient: Tensor) -> None:
             if loan.lent is None:

@@ -18,6 +18,8 @@ from __future__ import annotations
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
+from inspect import signature
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -38,6 +40,12 @@ class OutputModel(nn.Module, ABC):
     def counted(self, output: Tensor, target: Tensor) -> Tensor | None:
         """A mask over the output where some samples do not count, else ``None``."""
         return None
+
+    def read(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Tensor, Tensor]:
+        """Output and target, however :meth:`forward` was given them."""
+        if len(args) < 2:
+            args = tuple(signature(self.forward).bind(*args, **kwargs).arguments.values())
+        return args[0], args[1]
 
     @abstractmethod
     def residual(self, output: Tensor, target: Tensor) -> Tensor:

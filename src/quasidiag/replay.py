@@ -24,7 +24,7 @@ from torch.utils.hooks import RemovableHandle
 
 from quasidiag.layers.composite import Surroundings
 from quasidiag.outputs import OutputModel
-from quasidiag.probe import Hook, Loans, tensors
+from quasidiag.probe import Hook, Loans, below, tensors
 from quasidiag.reading import Reading
 
 Direction = Mapping[Tensor, Tensor]
@@ -36,12 +36,16 @@ SCALER = 32.0
 
 @dataclass(eq=False)
 class Call:
-    """One call of the model, with what it gave until a criterion has judged it."""
+    """One call of the model, with what it gave until a criterion has judged it.
+
+    ``versions`` are those of the outputs, ``entered`` those of the arguments as the model was given them.
+    """
 
     arguments: tuple[Any, Any]
     around: Surroundings
     outputs: list[Tensor]
     versions: list[int]
+    entered: list[int]
     judged: bool = False
 
     def reading(self, output: Tensor) -> Reading | None:
@@ -65,7 +69,14 @@ class Batch:
     reading: Reading | None
     target: Tensor
     loss: Tensor
+    version: list[int]
     weight: Tensor | None = None
+
+    @property
+    def intact(self) -> bool:
+        """Whether nobody has written into the arguments or the target since."""
+        arguments = _versions(self.call.arguments) == self.call.entered
+        return arguments and _versions(self.target) == self.version
 
 
 class Replay:
@@ -76,13 +87,13 @@ class Replay:
         #: How the derivatives are taken: the first of ``fast``, ``plain`` (kernels) and ``differences`` that works.
         self.mode = "fast"
         self._loans = Loans()
-        self._around: Surroundings | None = None
+        self._around: tuple[Surroundings, list[int]] | None = None
         self._calls: list[Call] = []
         self._batches: list[Batch] = []
         self._handles: list[RemovableHandle] = [
-            model.register_forward_pre_hook(Hook(self._entered)),
+            model.register_forward_pre_hook(Hook(self._entered), with_kwargs=True),
             model.register_forward_hook(Hook(self._left), with_kwargs=True),
-            criterion.register_forward_hook(Hook(self._judged)),
+            criterion.register_forward_hook(Hook(self._judged), with_kwargs=True),
         ]
 
     def clear(self) -> None:
@@ -101,27 +112,31 @@ class Replay:
             handle.remove()
         self._handles.clear()
 
-    def _entered(self, model: nn.Module, args: Any) -> None:
+    def _entered(self, model: nn.Module, args: Any, kwargs: Any) -> None:
         if model.training and torch.is_grad_enabled():
-            self._around = Surroundings(model, random=True)
+            self._around = Surroundings(model, random=True), _versions((args, kwargs))
 
     def _left(self, model: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
         around, self._around = self._around, None
         if around is not None:
             self._calls = [call for call in self._calls if not call.judged]
             outputs = [x.detach() for x in tensors(output)]
-            versions = [x._version for x in outputs]
-            self._calls.append(Call(_detached((args, kwargs)), around, outputs, versions))
+            surroundings, entered = around
+            given = _detached((args, kwargs))
+            self._calls.append(Call(given, surroundings, outputs, _versions(outputs), entered))
 
-    def _judged(self, criterion: nn.Module, args: tuple[Tensor, ...], loss: Tensor) -> None:
+    def _judged(self, criterion: OutputModel, args: Any, kwargs: Any, loss: Tensor) -> None:
         if not (self.model.training and loss.requires_grad and self._calls):
             return
-        output, target = args[0].detach(), args[1].detach()
+        judged, target = criterion.read(args, kwargs)
+        output, target = judged.detach(), target.detach()
         found = ((call, call.reading(output)) for call in reversed(self._calls))
         unknown = self._calls[-1], None
         call, reading = next((pair for pair in found if pair[1] is not None), unknown)
+        if reading is None and not self._concerns(judged):
+            return  # another model's output
         call.judged = True
-        batch = Batch(call, reading, target, loss.detach())
+        batch = Batch(call, reading, target, loss.detach(), _versions(target))
         self._batches.append(batch)
         loan = self._loans.lend(batch)
 
@@ -131,6 +146,11 @@ class Replay:
                 loan.lent.weight = gradient.detach() if before is None else before + gradient
 
         loss.register_hook(backpropagated)
+
+    def _concerns(self, output: Tensor) -> bool:
+        """Whether an output depends on a parameter of the model."""
+        own = {id(p) for p in self.model.parameters()}
+        return any(id(getattr(node, "variable", None)) in own for node in below(output))
 
     def check(self) -> None:
         """There is a minibatch to replay."""
@@ -143,6 +163,11 @@ class Replay:
             raise RuntimeError(
                 "step='auto' could not find the criterion's output among what the model returned: call the criterion "
                 "on the model's output itself (or a view of it), or give an lr"
+            )
+        if not all(batch.intact for batch in self._used):
+            raise RuntimeError(
+                "step='auto' runs the model on the minibatch again, and its input or target was changed in place since "
+                "the forward pass (or by it): write into them after the step, or give the model a copy"
             )
 
     @property
@@ -270,6 +295,11 @@ def _detached(tree: Any) -> Any:
     if type(tree) in (tuple, list):
         return type(tree)(_detached(branch) for branch in tree)
     return tree
+
+
+def _versions(tree: Any) -> list[int]:
+    """How often each tensor was written to; those made under ``inference_mode`` do not say."""
+    return [-1 if x.is_inference() else x._version for x in tensors(tree)]
 
 
 def _first(tree: Any, batch: int, kept: int) -> Any:

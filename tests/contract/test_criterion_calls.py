@@ -1,0 +1,95 @@
+"""The criterion called by keyword, and one criterion that judges two models: for fixed and automatic steps."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+from loops import METRICS, assert_moved, assert_same, metric, problem, values
+from torch import Tensor, nn
+
+import quasidiag as qd
+
+STEPS = [*({"lr": 0.05, "metric": kind} for kind in METRICS), {"metric": "exact"}]
+CALLS = {
+    "target by keyword": lambda loss, y, t: loss(y, target=t),
+    "both by keyword": lambda loss, y, t: loss(output=y, target=t),
+    "in another order": lambda loss, y, t: loss(target=t, output=y),
+}
+
+
+@pytest.mark.parametrize("call", CALLS)
+@pytest.mark.parametrize("options", STEPS, ids=str)
+def test_by_keyword(options: dict[str, Any], call: str) -> None:
+    ends = []
+    for way in (lambda loss, y, t: loss(y, t), CALLS[call]):
+        model, loss, x, t = problem()
+        optimizer = qd.Riemannian(model, loss, **options)
+        before = values(model)
+        for _ in range(3):
+            optimizer.zero_grad()
+            way(loss, model(x), t).backward()
+            optimizer.step()
+        assert_moved(before, model)
+        ends.append(values(model) + metric(optimizer))
+    assert_same(*ends)
+
+
+class Named(qd.Categorical):
+    """A user's own, whose arguments have other names."""
+
+    def forward(self, logits: Tensor, classes: Tensor) -> Tensor:  # type: ignore[override]
+        return super().forward(logits, classes)
+
+
+def test_a_criterion_with_names_of_its_own() -> None:
+    ends = []
+    for named in (False, True):
+        model, _, x, t = problem()
+        loss: nn.Module = Named() if named else qd.Categorical()
+        optimizer = qd.QDNat(model, loss, lr=0.05)
+        (loss(classes=t, logits=model(x)) if named else loss(model(x), t)).backward()
+        optimizer.step()
+        ends.append(values(model))
+    assert_same(*ends)
+
+
+@pytest.mark.parametrize("together", [False, True])
+def test_two_models_and_one_criterion_without_a_learning_rate(together: bool) -> None:
+    """Each sees the minibatches of its own model only, whether the losses are summed or not."""
+    (one, loss, x, t), (two, _, y, u) = problem(), problem(seed=1)
+    ends = []
+    for shared in (False, True):
+        models = copy.deepcopy((one, two))
+        losses = (loss, loss if shared else copy.deepcopy(loss))
+        optimizers = [qd.Riemannian(m, c, metric="exact") for m, c in zip(models, losses)]
+        for _ in range(4):
+            for optimizer in optimizers:
+                optimizer.zero_grad()
+            first = losses[0](models[0](x), t)
+            second = losses[1](models[1](y), u)
+            if together:
+                (first + second).backward()
+            else:
+                second.backward()
+                first.backward()
+            for optimizer in optimizers:
+                optimizer.step()
+        ends.append(values(models[0]) + values(models[1]))
+        assert [o.auto.steps + o.auto.retreats for o in optimizers if o.auto] == [4, 4]
+        for optimizer in optimizers:
+            optimizer.close()
+    assert_same(*ends, 1e-10)
+
+
+def test_an_output_that_was_changed_is_still_refused_without_a_learning_rate() -> None:
+    model, loss, x, t = problem()
+    optimizer = qd.Riemannian(model, loss)
+    before = values(model)
+    loss(2 * model(x), t).backward()
+    with pytest.raises(RuntimeError, match="could not find the criterion's output"):
+        optimizer.step()
+    assert_same(before, values(model), 0.0)
+    assert torch.isfinite(model[0].weight).all()
