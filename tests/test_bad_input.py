@@ -138,6 +138,7 @@ TARGETS: dict[str, tuple[str, Callable[[], Tensor]]] = {
     "class too large": ("categorical", lambda: torch.full((8,), 3)),
     "negative class": ("categorical", lambda: torch.full((8,), -1)),
     "classes as floats": ("categorical", lambda: torch.zeros(8)),
+    "classes in 32 bits": ("categorical", lambda: torch.zeros(8, dtype=torch.int32)),
     "shape of values": ("gaussian", lambda: torch.zeros(8, 1, dtype=torch.float64)),
     "transposed values": ("gaussian", lambda: torch.zeros(3, 8, dtype=torch.float64)),
     "shape of coins": ("bernoulli", lambda: torch.zeros(8, dtype=torch.float64)),
@@ -157,6 +158,55 @@ def test_targets_of_the_wrong_shape_or_out_of_range(case: str) -> None:
     optimizer.zero_grad()
     loss(model(x), good).backward()
     optimizer.step()  # and it goes on from there
+
+
+@pytest.mark.parametrize("given", ["generator", "list", "tensor"])
+def test_parameters_in_the_place_of_the_model(given: str) -> None:
+    for make in (qd.Riemannian, qd.QDOP):
+        model = mlp(5, 4, 3)
+        wrong = {
+            "generator": model.parameters(),
+            "list": list(model.parameters()),
+            "tensor": model[0].weight,
+        }
+        with pytest.raises(TypeError, match="give the model itself"):
+            make(wrong[given], criterion("categorical"))
+
+
+@pytest.mark.parametrize("size", [1, 2, 4, (8, 3), ()])
+def test_a_learned_deviation_for_each_output_and_no_other(size: object) -> None:
+    loss = qd.LearnedGaussian(size).double()  # type: ignore[arg-type]
+    x, t = batch("gaussian", 8, 5, 3)
+    with pytest.raises(ValueError, match=r"LearnedGaussian\(\(3,\)\)"):
+        loss(mlp(5, 4, 3)(x), t)
+
+
+@pytest.mark.parametrize("sizes", [(4,), (8, 3), (1, 1)])
+def test_given_deviations_that_do_not_fit(sizes: tuple[int, ...]) -> None:
+    x, t = batch("gaussian", 8, 5, 3)
+    with pytest.raises(ValueError, match="std of shape"):
+        qd.Gaussian(torch.ones(sizes))(mlp(5, 4, 3)(x), t)
+
+
+@pytest.mark.parametrize("output", ["categorical", "gaussian", "bernoulli"])
+def test_an_empty_batch(output: str) -> None:
+    model, loss = mlp(5, 4, 3), criterion(output)
+    x, t = batch(output, 8, 5, 3)
+    with pytest.raises(ValueError, match="no sample"):
+        loss(model(x[:0]), t[:0])
+
+
+@pytest.mark.parametrize("reduction", ["mean", "sum"])
+def test_an_empty_batch_without_a_criterion(reduction: str) -> None:
+    model, loss = mlp(5, 4, 3), nn.MSELoss(reduction=reduction)
+    optimizer = qd.QDOP(model, lr=0.1, loss_reduction=reduction)
+    x, t = batch("gaussian", 8, 5, 3)
+    loss(model(x), t).backward()
+    optimizer.step()
+    optimizer.zero_grad()
+    loss(model(x[:0]), t[:0]).backward()
+    with unmoved(model, optimizer), pytest.raises(RuntimeError, match="empty"):
+        optimizer.step()
 
 
 @pytest.mark.parametrize("std", [0.0, -1.0, math.nan, math.inf])

@@ -171,3 +171,17 @@ def test_criteria_move_and_save_like_modules() -> None:
     twin = qd.LearnedGaussian(2)
     twin.load_state_dict(model.state_dict())
     assert torch.equal(twin.log_std, model.log_std)
+
+
+@pytest.mark.parametrize("cast", ["double", "float", "half", "bfloat16"])
+def test_a_given_deviation_is_never_rounded(cast: str) -> None:
+    loss = getattr(qd.Gaussian(0.7), cast)().double()
+    assert float(loss.std) == 0.7
+    output, target = torch.zeros(2, 3, dtype=torch.float64), torch.ones(2, 3, dtype=torch.float64)
+    expected = 3 * (1 / (2 * 0.7**2) + math.log(0.7) + math.log(2 * math.pi) / 2)
+    assert float(loss(output, target)) == pytest.approx(expected, rel=1e-15)
+    assert loss(output.float(), target.float()).dtype == torch.float32
+    other = qd.Gaussian(0.3)
+    other.load_state_dict({"std": torch.tensor(0.7)})  # as it was saved in float32
+    assert float(other.std) == pytest.approx(0.7)
+    assert loss.to("meta").std.device.type == "meta"

@@ -16,7 +16,7 @@ from quasidiag.kernels.rule import Rule
 from quasidiag.moments import Moments
 from quasidiag.outputs import OutputModel
 from quasidiag.probe import Hook
-from quasidiag.readiness import ready, warn_of_others
+from quasidiag.readiness import idle, ready, warn_of_others
 from quasidiag.replay import Replay
 from quasidiag.saving import Saved
 from quasidiag.sharding import is_sharded, like, local, rows_of
@@ -118,6 +118,7 @@ class Riemannian(Saved):
         capturable: bool = False,
         process_group: Any = "auto",
     ) -> None:
+        validate.model(model)
         step = step or ("auto" if lr is None else "fixed")
         validate.one_of("step", step, DEFAULTS)
         preset = DEFAULTS[step]
@@ -151,7 +152,7 @@ class Riemannian(Saved):
         self.samples, self.metric_fraction, self.seed = samples, metric_fraction, seed
         self.sharing = sharing
         self.loss_reduction, self.loss_scale = loss_reduction, loss_scale
-        self.process_group, self.steps = process_group, 0
+        self.process_group, self.steps, self.whole = process_group, 0, params is None
         defaults = dict(
             lr=lr,
             gamma=gamma,
@@ -167,7 +168,7 @@ class Riemannian(Saved):
     def _attach(self) -> None:
         """Watch the model. A copied or unpickled optimizer does so again, with the model that came along."""
         self._find()
-        self._sums = Sums()
+        self._sums, self._idle = Sums(), idle(self)
         self._collector = Collector(
             self.model,
             self.criterion,
@@ -267,8 +268,7 @@ class Riemannian(Saved):
                     done = {block for block in self._blocks if self._descend_(block)}
                     for parameter, w in self._directions(done):
                         self._apply_(parameter, w)
-                if self.criterion is not None:
-                    self.criterion.project_()
+                self._project_()
         self._forget()
         return loss
 
@@ -473,6 +473,18 @@ class Riemannian(Saved):
             parameter.sub_((lr * w).to(parameter.dtype))
         else:
             parameter.add_(w.to(parameter.dtype), alpha=-lr)
+
+    def _project_(self) -> None:
+        """Bring the criterion's parameters into their bounds; an update is what they moved by in the end."""
+        if self.criterion is None:
+            return
+        updates = {
+            p: self.state[p].get("update") for p in self.criterion.parameters() if p in self.state
+        }
+        before = {p: p.clone() for p, update in updates.items() if update is not None}
+        self.criterion.project_()
+        for p, old in before.items():
+            self.state[p]["update"].add_(p - old)
 
     def _forget(self) -> None:
         """No reference to the batch survives the step."""

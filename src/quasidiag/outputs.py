@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from inspect import signature
 from typing import Any
 
@@ -98,16 +98,17 @@ class Categorical(OutputModel):
             raise ValueError(
                 f"Categorical wants logits [..., classes], not shape {tuple(output.shape)}"
             )
-        if target.is_floating_point() or target.is_complex() or target.dtype == torch.bool:
+        if target.dtype != torch.int64:
             raise TypeError(
-                f"Categorical wants class numbers (int64) as target, not {target.dtype}"
+                f"Categorical wants class numbers (int64) as target, not {target.dtype}: target.long()"
             )
         if target.shape != output.shape[:-1]:
             raise ValueError(
                 f"target of shape {tuple(target.shape)} does not fit logits {tuple(output.shape)}: classes are the last "
                 f"dimension, so the target must have shape {tuple(output.shape[:-1])}"
             )
-        if target.device.type == "cpu" and target.numel():
+        _not_empty(output)
+        if target.device.type == "cpu":
             wrong = ((target < 0) | (target >= output.shape[-1])) & (target != self.ignore_index)
             if wrong.any():
                 raise ValueError(
@@ -158,30 +159,49 @@ class _Elementwise(OutputModel):
         flat = self.fisher(output).sqrt().expand_as(output).reshape(len(output), -1)
         return torch.diag_embed(flat).movedim(-2, 0).reshape(flat.shape[1], *output.shape)
 
-    @staticmethod
-    def _check(output: Tensor, target: Tensor) -> None:
+    def _check(self, output: Tensor, target: Tensor) -> None:
         if target.shape != output.shape:
             raise ValueError(
                 f"target of shape {tuple(target.shape)} does not fit the output {tuple(output.shape)}"
             )
         if not target.is_floating_point():
             raise TypeError(f"target must be a floating-point tensor, not {target.dtype}")
+        _not_empty(output)
 
 
 class Gaussian(_Elementwise):
     r"""Independent normal outputs of given standard deviation, around the network's output.
 
     .. math:: ℓ = \sum_k \frac{(y_k - t_k)^2}{2σ_k^2} + \ln σ_k + \tfrac12 \ln 2π
+
+    ``std`` is kept in float64, whatever the module is cast to, and rounded to the output's precision when it is used.
     """
 
     std: Tensor
 
     def __init__(self, std: float | Tensor = 1.0) -> None:
         super().__init__()
-        std = torch.as_tensor(std, dtype=torch.get_default_dtype())
+        std = torch.as_tensor(std, dtype=torch.float64)
         if not bool(((std > 0) & std.isfinite()).all()):
             raise ValueError(f"std must be positive and finite, not {std.tolist()}")
         self.register_buffer("std", std)
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Gaussian:
+        """Go along to another device, but not to another precision: digits once rounded off do not come back."""
+        exact = self.std
+        self.std = exact.float()
+        super()._apply(fn, recurse)
+        if self.std.device.type != "mps":  # which has no float64
+            self.std = exact.to(self.std.device)
+        return self
+
+    def _check(self, output: Tensor, target: Tensor) -> None:
+        super()._check(output, target)
+        sizes, shape = self.std.shape, output.shape[1:]
+        if len(sizes) > len(shape) or not all(
+            a in (1, b) for a, b in zip(reversed(sizes), reversed(shape))
+        ):
+            raise ValueError(f"std of shape {tuple(sizes)} does not fit outputs of {tuple(shape)}")
 
     def forward(self, output: Tensor, target: Tensor) -> Tensor:
         self._check(output, target)
@@ -221,6 +241,19 @@ class LearnedGaussian(Gaussian):
         self.min_std = min_std
         self.log_std = nn.Parameter(torch.zeros(n))
 
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> LearnedGaussian:
+        nn.Module._apply(self, fn, recurse)
+        return self
+
+    def _check(self, output: Tensor, target: Tensor) -> None:
+        _Elementwise._check(self, output, target)
+        if self.log_std.shape != output.shape[1:]:
+            raise ValueError(
+                f"LearnedGaussian was made for outputs of shape {tuple(self.log_std.shape)}, and these have "
+                f"{tuple(output.shape[1:])}: there is one standard deviation for each, "
+                f"LearnedGaussian({tuple(output.shape[1:])})"
+            )
+
     @property
     def std(self) -> Tensor:  # type: ignore[override]
         # The bound acts on the value alone, so that a σ at the bound can still be pulled up.
@@ -258,3 +291,10 @@ class Bernoulli(_Elementwise):
     def fisher(self, output: Tensor) -> Tensor:
         y = output.sigmoid()
         return y * (1 - y)
+
+
+def _not_empty(output: Tensor) -> None:
+    if output.dim() == 0 or output.shape[0] == 0:
+        raise ValueError(
+            f"the criterion was given an output of shape {tuple(output.shape)}: there is no sample in it"
+        )

@@ -26,10 +26,14 @@ def ready(optimizer: Riemannian) -> bool:
     if exchange is not None:
         exchange.average_strays_()
     gradients: Gradients = [(p, local(p.grad)) for p in optimizer._group if p.grad is not None]
+    warn_of_thawed(optimizer)
     if not gradients:
         raise RuntimeError("step() without a gradient: call loss.backward() first")
     validate.gradients(gradients, optimizer.name_of)
     optimizer._structure.check(optimizer._group)
+    if optimizer.auto is not None:
+        for group in optimizer.param_groups:
+            validate.auto_group(group)
     for block in optimizer._blocks:
         if optimizer._started(block):
             validate.one_device(block)
@@ -40,6 +44,8 @@ def ready(optimizer: Riemannian) -> bool:
         device = gradients[0][1].device
         bad, collector.total, seen = exchange.meet(bad, collector.total, device)
     usable = bad is None or not bool(bad)
+    if usable and collector.passes and isinstance(collector.total, int) and not collector.total:
+        raise RuntimeError("the minibatch is empty: there is no sample in it to go by")
     if collector.due:
         if usable and not collector.passes and exchange is None and optimizer._blocks:
             raise RuntimeError(why_unseen(optimizer, optimizer._blocks[0]))
@@ -93,6 +99,30 @@ def why_unseen(optimizer: Riemannian, block: DiagonalBlock) -> str:
         f"the metric saw no backward pass through {block.name}: call model.train(), and make the forward pass "
         "after the optimizer" + compiled
     )
+
+
+def idle(optimizer: Riemannian) -> list[Tensor]:
+    """What was frozen when the optimizer took all that was trainable; it may thaw."""
+    if not optimizer.whole:
+        return []
+    both = (
+        [optimizer.model] if optimizer.criterion is None else [optimizer.model, optimizer.criterion]
+    )
+    return [p for module in both for p in module.parameters() if p not in optimizer._group]
+
+
+def warn_of_thawed(optimizer: Riemannian) -> None:
+    """Name, once, what has a gradient by now and is in no group."""
+    thawed = [p for p in optimizer._idle if p.requires_grad and p.grad is not None]
+    names = [optimizer.name_of(p) for p in thawed if p not in optimizer._group]
+    if thawed:
+        optimizer._idle = [p for p in optimizer._idle if not any(p is q for q in thawed)]
+    if names:
+        warnings.warn(
+            f"{', '.join(names)}: frozen when the optimizer was made, trainable now, and not trained. Hand it over with "
+            "optimizer.add_param_group({'params': ...})",
+            stacklevel=6,
+        )
 
 
 def warn_of_others(others: Collection[Tensor], model: nn.Module) -> None:

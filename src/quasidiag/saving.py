@@ -59,7 +59,7 @@ class Saved(Optimizer):
     @torch.no_grad()
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """As ``torch.optim``; the metric keeps its own precision whatever the parameters' is."""
-        validate.loadable(state_dict, VERSION)
+        validate.loadable(state_dict, VERSION, self.auto is not None)
         plain = {key: state_dict[key] for key in ("state", "param_groups")}
         super().load_state_dict(plain)
         parameters = [p for group in self.param_groups for p in group["params"]]

@@ -71,6 +71,15 @@ def options(**given: Any) -> None:
         raise ValueError("the backpropagated metric takes the whole minibatch: use metric_every")
 
 
+def model(given: object) -> None:
+    """The model is a module."""
+    if not isinstance(given, nn.Module):
+        raise TypeError(
+            f"give the model itself, whose layers are watched, and not {type(given).__name__}: qd.Riemannian(model, "
+            "...); params= is for param groups"
+        )
+
+
 def criterion(given: object, metric: str, loss_reduction: str) -> None:
     """The criterion is an output model, and there is one where the metric needs it."""
     if isinstance(given, OutputModel):
@@ -140,7 +149,7 @@ def auto_group(group: dict[str, Any]) -> None:
         if group[name]:
             raise ValueError(
                 f"step='auto' takes length and momentum from the quadratic model of the loss, and has no {name} of its "
-                "own: leave it out, or give an lr"
+                "own: leave it out (a scheduler that cycles momentum takes cycle_momentum=False), or give an lr"
             )
 
 
@@ -223,8 +232,8 @@ class Structure:
             )
 
 
-def loadable(state_dict: Any, version: int) -> None:
-    """A ``state_dict`` is one of ours, and not from the future."""
+def loadable(state_dict: Any, version: int, automatic: bool) -> None:
+    """A ``state_dict`` is one of ours, of the same kind of step, and not from the future."""
     if not isinstance(state_dict, dict) or not {"state", "param_groups"} <= set(state_dict):
         raise ValueError("this is not the state_dict() of an optimizer")
     made_by = state_dict.get("version", 0)
@@ -235,3 +244,11 @@ def loadable(state_dict: Any, version: int) -> None:
     keys = {key for kept in state_dict["state"].values() for key in kept}
     if "exp_avg" in keys or "momentum_buffer" in keys:
         raise ValueError("this state_dict() is another optimizer's: it holds no metric")
+    # Saved by torch.distributed.checkpoint there is no word of it, only what the step keeps.
+    theirs = bool(state_dict["auto"]) if "auto" in state_dict else "update" in keys
+    if theirs != automatic and (theirs or "auto" in state_dict or "momentum" in keys):
+        kinds = ("with a given lr", "without one (step='auto')")
+        raise ValueError(
+            f"this state_dict() is of an optimizer {kinds[theirs]}, and this one is {kinds[automatic]}: an lr here is a "
+            "factor there, so one cannot go on from the other"
+        )

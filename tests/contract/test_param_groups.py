@@ -150,3 +150,59 @@ def test_a_refused_group_leaves_the_optimizer_as_it_was() -> None:
             optimizer.add_param_group(group)
         assert len(optimizer.param_groups) == 1
     train(model, loss, optimizer, x, t)
+
+
+def test_what_thaws_and_is_in_no_group_is_named_once() -> None:
+    model, loss, x, t = problem()
+    model[0].requires_grad_(False)
+    optimizer = qd.QDOP(model, loss, lr=0.05)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        train(model, loss, optimizer, x, t)
+    model[0].weight.requires_grad_(True)
+    with pytest.warns(UserWarning, match=r"^0\.weight: .*add_param_group"):
+        train(model, loss, optimizer, x, t)
+    model[0].bias.requires_grad_(True)
+    with pytest.warns(UserWarning, match=r"^0\.bias: .*not trained"):
+        train(model, loss, optimizer, x, t)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        model[0].zero_grad()
+        train(model, loss, optimizer, x, t)
+        model[0].zero_grad()
+        optimizer.add_param_group({"params": model[0].parameters()})
+        before = values(model)
+        train(model, loss, optimizer, x, t)
+    assert_moved(before[:2], model[0])
+
+
+def test_what_thaws_is_named_even_where_nothing_else_has_a_gradient() -> None:
+    model, loss, x, t = problem()
+    model[0].requires_grad_(False)
+    optimizer = qd.QDOP(model, loss, lr=0.05)
+    model[2].requires_grad_(False)
+    model[0].requires_grad_(True)
+    loss(model(x), t).backward()
+    with (
+        pytest.warns(UserWarning, match=r"0\.weight, 0\.bias: .*add_param_group"),
+        pytest.raises(RuntimeError, match="without a gradient"),
+    ):
+        optimizer.step()
+
+
+def test_a_criterion_s_parameter_that_thaws() -> None:
+    model, x = problem()[0], problem()[2]
+    loss = qd.LearnedGaussian(3).double().requires_grad_(False)
+    optimizer = qd.QDOP(model, loss, lr=0.05)
+    loss.requires_grad_(True)
+    with pytest.warns(UserWarning, match=r"criterion\.log_std"):
+        train(model, loss, optimizer, x, x[:, :3])
+
+
+def test_who_chose_the_params_is_not_told_of_the_others() -> None:
+    model, loss, x, t = problem()
+    optimizer = qd.QDOP(model, loss, lr=0.05, params=model[2].parameters())
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        train(model, loss, optimizer, x, t, 2)
+    assert model[0].weight.grad is not None
