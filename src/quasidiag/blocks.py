@@ -7,7 +7,8 @@ One class a reduction.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -113,6 +114,27 @@ class DiagonalBlock:
         kept = self._bounded(state)
         return [reductions.diagonal(m, v, eps=eps, floor=floor) for m, v in zip(kept, gradients)]
 
+    @cached_property
+    def kind(self) -> Hashable | None:
+        """Blocks of equal kind can be solved together; one of no kind is solved alone."""
+        return (type(self),)
+
+    @classmethod
+    def solve_together(
+        cls,
+        blocks: Sequence[Any],
+        state: State,
+        gradients: Sequence[list[Tensor]],
+        eps: float,
+        floor: float | None,
+    ) -> list[list[Tensor]]:
+        """:meth:`solve` for blocks of one kind, their numbers in a row."""
+        kept = [m.flatten() for block in blocks for m in block._bounded(state)]
+        v = torch.cat([v.flatten() for pair in gradients for v in pair])
+        w = reductions.diagonal(torch.cat(kept), v, eps=eps, floor=floor)
+        parts = iter(w.split([len(m) for m in kept]))
+        return [[next(parts).view_as(v) for v in pair] for pair in gradients]
+
     def solve_part(
         self, state: State, gradients: list[Tensor], eps: float, floor: float | None
     ) -> list[Tensor]:
@@ -190,6 +212,39 @@ class QuasiDiagonalBlock(DiagonalBlock):
         w0, wi = reductions.quasi_diagonal(m00, m0i, mii, v0, vi, eps=eps, floor=floor, shift=shift)
         return [w0.view_as(self.bias), self.adapter.unrows(self.module, wi, self.weight.shape)]
 
+    @cached_property
+    def kind(self) -> Hashable | None:
+        return (
+            type(self),
+            self.adapter.rows(self.module, self.weight).shape[1],
+            self.adapter.shiftable,
+        )
+
+    @classmethod
+    def solve_together(
+        cls,
+        blocks: Sequence[Any],
+        state: State,
+        gradients: Sequence[list[Tensor]],
+        eps: float,
+        floor: float | None,
+    ) -> list[list[Tensor]]:
+        """As one layer of all their units, each measured from its own layer's shift."""
+        moments = [block._moment_rows(state) for block in blocks]
+        units = [len(m00) for m00, _, _ in moments]
+        m00, m0i, mii = (torch.cat(parts) for parts in zip(*moments))
+        pairs = [block._rows(pair) for block, pair in zip(blocks, gradients)]
+        v0, vi = (torch.cat(parts) for parts in zip(*pairs))
+        shift = None
+        if blocks[0].adapter.shiftable:
+            shifts = [state[block.weight]["shift"].expand(n, -1) for block, n in zip(blocks, units)]
+            shift = torch.cat(shifts)
+        w0, wi = reductions.quasi_diagonal(m00, m0i, mii, v0, vi, eps=eps, floor=floor, shift=shift)
+        return [
+            [w0.view_as(block.bias), block.adapter.unrows(block.module, wi, block.weight.shape)]
+            for block, w0, wi in zip(blocks, w0.split(units), wi.split(units))
+        ]
+
     def _fused(
         self, state: State, gradients: Tensors, rule: Rule, **outputs: Tensors | None
     ) -> bool:
@@ -220,6 +275,10 @@ class UnitwiseBlock(DiagonalBlock):
     """Keeps the full block of each unit, ``state[weight]["block"]: [units, 1 + n, 1 + n]``."""
 
     weight: nn.Parameter
+
+    @cached_property
+    def kind(self) -> Hashable | None:
+        return None
 
     def start(self, state: State, a: Tensor, dtype: torch.dtype, identity: bool) -> None:
         rows = self.adapter.rows(self.module, self.weight)

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from quasidiag import auto, distributed, placeholder, validate
+from quasidiag import auto, distributed, placeholder, together, validate
 from quasidiag.blocks import DiagonalBlock
 from quasidiag.collect import Collector, LossScale
 from quasidiag.defaults import DEFAULTS, everything
@@ -76,6 +76,8 @@ class Riemannian(Saved):
         seed: of the generator of the Monte Carlo targets.
         nonfinite: ``"skip"`` reports a minibatch with a gradient that is not finite and leaves everything as it was,
             ``"raise"`` raises.
+        foreach: solve and update many tensors with one call each (:mod:`quasidiag.together`): ``True`` all that can be,
+            at the price of memory, ``False`` none, ``None`` the small ones.
         capturable: never wait for the device, so that a step can be captured in a CUDA graph; minibatches are then not
             looked at for finiteness.
         process_group: the ranks whose samples enter the metric together. ``"auto"`` finds those of DDP or
@@ -115,6 +117,7 @@ class Riemannian(Saved):
         loss_scale: LossScale = 1.0,
         seed: int = 0,
         nonfinite: str = "skip",
+        foreach: bool | None = None,
         capturable: bool = False,
         process_group: Any = "auto",
     ) -> None:
@@ -138,6 +141,7 @@ class Riemannian(Saved):
             metric_fraction=metric_fraction,
             step_fraction=step_fraction,
         )
+        validate.one_of("foreach", foreach, (None, True, False))
         validate.criterion(criterion, metric, loss_reduction)
         if step == "auto":
             validate.auto(model, criterion, capturable)
@@ -150,7 +154,7 @@ class Riemannian(Saved):
         self.metric, self.reduction, self.metric_start = metric, reduction, metric_start
         self.metric_every, self.nonfinite, self.capturable = metric_every, nonfinite, capturable
         self.samples, self.metric_fraction, self.seed = samples, metric_fraction, seed
-        self.sharing = sharing
+        self.sharing, self.foreach = sharing, foreach
         self.loss_reduction, self.loss_scale = loss_reduction, loss_scale
         self.process_group, self.steps, self.whole = process_group, 0, params is None
         defaults = dict(
@@ -265,9 +269,10 @@ class Riemannian(Saved):
                 if self._model is not None:
                     auto.descend_(self, self._model)
                 else:
-                    done = {block for block in self._blocks if self._descend_(block)}
-                    for parameter, w in self._directions(done):
-                        self._apply_(parameter, w)
+                    batches = together.batches(self)
+                    alone = (block for block in self._blocks if block not in batches)
+                    done = {block for block in alone if self._descend_(block)}
+                    together.apply_(self, self._directions(batches, done))
                 self._project_()
         self._forget()
         return loss
@@ -413,29 +418,40 @@ class Riemannian(Saved):
         return rows.descend_(state, gradients, rule)
 
     def _directions(
-        self, without: Collection[DiagonalBlock] = ()
+        self,
+        batches: dict[DiagonalBlock, list[DiagonalBlock]] | None = None,
+        without: Collection[DiagonalBlock] = (),
     ) -> Iterator[tuple[nn.Parameter, Tensor]]:
         """The Riemannian gradient of every parameter that has one."""
+        batches = together.batches(self) if batches is None else batches
         for block in self._blocks:
-            if block in without or all(p.grad is None for p in block.parameters):
+            batch = batches.get(block, [block])
+            if block is not batch[0] or block in without:
                 continue
-            group = self._group[block.home]
-            dtype = dtype_of(block, self.state)
-            gradients = [local(self._gradient(p)).to(dtype) for p in block.parameters]
-            rows, state = rows_of(block, self.state)
-            whole = all(p.grad is not None for p in block.parameters)
-            solve = rows.solve if whole else rows.solve_part
-            solved = solve(state, gradients, group["eps"], group["floor"])
-            for p, w in zip(block.parameters, solved):
-                if p.grad is not None:
-                    yield p, like(w, p)
+            if any(p.grad is not None for p in block.parameters):
+                yield from self._solved(batch)
         if self.criterion is not None:
             for p, fisher in self.criterion.parameter_fisher().items():
                 if p in self._group and p.grad is not None:
                     yield p, self._gradient(p) / (fisher + self._group[p]["eps"])
-        for p in self._others:
-            if p.grad is not None:
-                yield p, self._adagrad(p)
+        yield from together.others(self)
+
+    def _solved(self, batch: list[DiagonalBlock]) -> Iterator[tuple[nn.Parameter, Tensor]]:
+        block, group = batch[0], self._group[batch[0].home]
+        dtype, damping = dtype_of(block, self.state), (group["eps"], group["floor"])
+        gradients = [[local(self._gradient(p)).to(dtype) for p in b.parameters] for b in batch]
+        if len(batch) > 1:
+            solved = block.solve_together(batch, self.state, gradients, *damping)
+            if self.auto is not None:  # which keeps them
+                solved = [[w.clone() for w in ws] for ws in solved]
+        else:
+            rows, state = rows_of(block, self.state)
+            whole = all(p.grad is not None for p in block.parameters)
+            solved = [(rows.solve if whole else rows.solve_part)(state, gradients[0], *damping)]
+        for block, ws in zip(batch, solved):
+            for p, w in zip(block.parameters, ws):
+                if p.grad is not None:
+                    yield p, like(w, p)
 
     def _gradient(self, parameter: Tensor) -> Tensor:
         """The gradient of the mean loss, in the metric's precision, downhill."""
@@ -446,33 +462,6 @@ class Riemannian(Saved):
         if self.criterion is None and self.loss_reduction == "sum":
             gradient = gradient / self._collector.total
         return -gradient if self._group[parameter]["maximize"] else gradient
-
-    def _adagrad(self, parameter: nn.Parameter) -> Tensor:
-        """The diagonal rule for what is in no block (see :class:`quasidiag.AdaGrad`)."""
-        group, state, v = self._group[parameter], self.state[parameter], self._gradient(parameter)
-        if "square" not in state:
-            state["square"] = v.square()
-        else:
-            state["square"].lerp_(v.square(), group["gamma"])
-        root = state["square"].sqrt() + group["eps"]
-        return torch.where(root > 0, v / root, 0.0)
-
-    def _apply_(self, parameter: nn.Parameter, w: Tensor) -> None:
-        group = self._group[parameter]
-        lr = group["lr"]
-        if group["momentum"]:
-            state = self.state[parameter]
-            if "momentum" not in state:
-                state["momentum"] = w.clone()
-            else:
-                state["momentum"].mul_(group["momentum"]).add_(w)
-            w = state["momentum"]
-        if group["weight_decay"]:
-            parameter.mul_(1 - lr * group["weight_decay"])
-        if isinstance(lr, Tensor):
-            parameter.sub_((lr * w).to(parameter.dtype))
-        else:
-            parameter.add_(w.to(parameter.dtype), alpha=-lr)
 
     def _project_(self) -> None:
         """Bring the criterion's parameters into their bounds; an update is what they moved by in the end."""

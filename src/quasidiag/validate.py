@@ -22,7 +22,7 @@ INSTEAD = {
 }
 
 
-def one_of(name: str, value: object, choices: Iterable[str]) -> None:
+def one_of(name: str, value: object, choices: Iterable[object]) -> None:
     """``value`` is one of ``choices``."""
     if value not in (choices := tuple(choices)):
         raise ValueError(f"{name} must be one of {', '.join(map(repr, choices))}, not {value!r}")

@@ -1,0 +1,147 @@
+r"""Many small tensors at once: what ``foreach`` is in ``torch.optim``.
+
+In a network of hundreds of small layers a step is made of calls, not of numbers. Here blocks whose units have equally
+many inputs are put side by side and solved as one, and what is elementwise goes through ``torch._foreach_*``. The loop
+over single tensors stands beside it, for large tensors and as the oracle.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Iterable, Iterator, Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+
+from quasidiag.blocks import DiagonalBlock
+
+if TYPE_CHECKING:
+    from quasidiag.optimizer import Riemannian
+
+#: Tensors (a block's together) of up to so many numbers are batched unless somebody says otherwise. Beyond, memory is
+#: what costs time, and the copies of a batch would take more of it.
+SMALL = 4_096
+
+Pairs = Iterable[tuple[nn.Parameter, Tensor]]
+
+
+def wanted(foreach: bool | None, tensors: Sequence[Tensor]) -> bool:
+    """Whether these go into a batch: plain tensors only, and small ones if ``foreach`` leaves the choice."""
+    if foreach is False or not all(type(t) in (Tensor, nn.Parameter) for t in tensors):
+        return False
+    return foreach is True or sum(t.numel() for t in tensors) <= SMALL
+
+
+def batches(optimizer: Riemannian) -> dict[DiagonalBlock, list[DiagonalBlock]]:
+    """Each block that is solved together with others, and with which."""
+    alike: dict[Hashable, list[DiagonalBlock]] = {}
+    if optimizer.foreach is not False:
+        for block in optimizer._blocks:
+            ready = all(p.grad is not None for p in block.parameters)
+            if block.kind is not None and ready and wanted(optimizer.foreach, block.parameters):
+                home = block.home
+                key = (block.kind, home.dtype, home.device, id(optimizer._group[home]))
+                alike.setdefault(key, []).append(block)
+    return {block: batch for batch in alike.values() if len(batch) > 1 for block in batch}
+
+
+def diagonal_rule(
+    states: Sequence[dict[str, Any]], vs: Sequence[Tensor], gamma: float, eps: float, batch: bool
+) -> list[Tensor]:
+    r""":math:`M ← (1-γ) M + γ v^2` in each state's ``square``, and :math:`v/(\sqrt M + ε)`; the first sets :math:`M`."""
+    if not batch:
+        return [_diagonal_rule(state, v, gamma, eps) for state, v in zip(states, vs)]
+    vs = list(vs)
+    squares = torch._foreach_mul(vs, vs)
+    kept = [state.setdefault("square", square) for state, square in zip(states, squares)]
+    torch._foreach_lerp_(kept, squares, gamma)
+    roots = torch._foreach_sqrt(kept)
+    torch._foreach_add_(roots, eps)
+    ws = torch._foreach_div(vs, roots)
+    return [torch.where(r > 0, w, 0.0) for r, w in zip(roots, ws)] if eps == 0 else list(ws)
+
+
+def _diagonal_rule(state: dict[str, Any], v: Tensor, gamma: float, eps: float) -> Tensor:
+    if "square" not in state:
+        state["square"] = v.square()
+    else:
+        state["square"].lerp_(v.square(), gamma)
+    root = state["square"].sqrt() + eps
+    return torch.where(root > 0, v / root, 0.0)
+
+
+def others(optimizer: Riemannian) -> Iterator[tuple[nn.Parameter, Tensor]]:
+    """The directions of what is in no block."""
+    given = ((p, optimizer._gradient(p)) for p in optimizer._others if p.grad is not None)
+    for pairs, batch in _sorted(optimizer, given):
+        group = optimizer._group[pairs[0][0]]
+        states, vs = [optimizer.state[p] for p, _ in pairs], [v for _, v in pairs]
+        ws = diagonal_rule(states, vs, group["gamma"], group["eps"], batch)
+        yield from zip((p for p, _ in pairs), ws)
+
+
+def apply_(optimizer: Riemannian, directions: Pairs) -> None:
+    r""":math:`u ← μu + w`, :math:`θ ← (1 - ηλ)θ - ηu` with the momentum and the weight decay of the group."""
+    for pairs, batch in _sorted(optimizer, directions):
+        group = optimizer._group[pairs[0][0]]
+        if not batch:
+            _apply_(optimizer, group, *pairs[0])
+            continue
+        ps: list[Tensor] = [p for p, _ in pairs]
+        ws, lr = [w for _, w in pairs], group["lr"]
+        if group["momentum"]:
+            states = [optimizer.state[p] for p in ps]
+            known = [i for i, state in enumerate(states) if "momentum" in state]
+            if known:
+                buffers = [states[i]["momentum"] for i in known]
+                torch._foreach_mul_(buffers, group["momentum"])
+                torch._foreach_add_(buffers, [ws[i] for i in known])
+            for state, w in zip(states, ws):
+                if "momentum" not in state:
+                    state["momentum"] = w.clone()  # it may be a part of the batch's
+            ws = [state["momentum"] for state in states]
+        if group["weight_decay"]:
+            torch._foreach_mul_(ps, 1 - lr * group["weight_decay"])
+        if isinstance(lr, Tensor):
+            steps = torch._foreach_mul(ws, lr)
+            torch._foreach_sub_(ps, _cast(steps, ps[0].dtype))
+        else:
+            torch._foreach_add_(ps, _cast(ws, ps[0].dtype), alpha=-lr)
+
+
+def _apply_(optimizer: Riemannian, group: dict[str, Any], p: nn.Parameter, w: Tensor) -> None:
+    lr = group["lr"]
+    if group["momentum"]:
+        state = optimizer.state[p]
+        if "momentum" not in state:
+            state["momentum"] = w.clone()
+        else:
+            state["momentum"].mul_(group["momentum"]).add_(w)
+        w = state["momentum"]
+    if group["weight_decay"]:
+        p.mul_(1 - lr * group["weight_decay"])
+    if isinstance(lr, Tensor):
+        p.sub_((lr * w).to(p.dtype))
+    else:
+        p.add_(w.to(p.dtype), alpha=-lr)
+
+
+def _cast(tensors: Sequence[Tensor], dtype: torch.dtype) -> list[Tensor]:
+    return [t.to(dtype) for t in tensors]
+
+
+def _sorted(
+    optimizer: Riemannian, pairs: Pairs
+) -> Iterator[tuple[list[tuple[nn.Parameter, Tensor]], bool]]:
+    """The pairs one by one as they come, then those that go together; and whether they do."""
+    waiting: dict[Hashable, list[tuple[nn.Parameter, Tensor]]] = {}
+    for p, w in pairs:
+        group = optimizer._group[p]
+        lr = group["lr"]
+        here = not isinstance(lr, Tensor) or lr.device == p.device
+        if here and wanted(optimizer.foreach, (p, w)):
+            waiting.setdefault((id(group), p.dtype, w.dtype, p.device), []).append((p, w))
+        else:
+            yield [(p, w)], False
+    for batch in waiting.values():
+        yield batch, True
