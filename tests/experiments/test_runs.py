@@ -14,8 +14,9 @@ import pytest
 from quasidiag.experiments import tasks
 from quasidiag.experiments.config import Config, UsageError
 from quasidiag.experiments.execute import execute
-from quasidiag.experiments.export import export
+from quasidiag.experiments.export import export, restore
 from quasidiag.experiments.runs import RunDir, load, read_metrics
+from quasidiag.experiments.sweep import Sweep
 
 
 def config(algorithm: str = "QDMCNat", lr: float = 1e-3, **values) -> Config:
@@ -144,6 +145,44 @@ def test_an_export_holds_the_same(tmp_path, data_dir):
         load(tmp_path / "bad.json.gz")
     with pytest.raises(UsageError, match="no runs"):
         load(tmp_path / "nowhere")
+
+
+def test_an_export_can_be_gone_on_from(tmp_path, data_dir):
+    """Ended runs are not done again; what was cut off, and what is already there, is left alone."""
+    done, cut = config(), config(epochs=6)
+    picture = tasks.find("mnist-ae").config("sigmoid", "SGD", 1e-4, scale="smoke")
+    picture = Config.from_dict({**picture.to_dict(), "layers": [784, 4, 784]})
+    for c in (done, picture):
+        execute(c, tmp_path / "there", data_dir=data_dir)
+    execute(cut, tmp_path / "there", data_dir=data_dir, deadline=time.time() + 0.001)
+    export(tmp_path / "there", tmp_path / "all.json.gz")
+    here = tmp_path / "here"
+    assert restore(tmp_path / "all.json.gz", here) == 2
+    assert restore(tmp_path / "all.json.gz", here) == 0
+    for c in (done, picture):
+        there = RunDir(tmp_path / "there", c)
+        assert execute(c, here, data_dir="/does/not/exist") == there.result
+        for a, b in zip(RunDir(here, c).metrics(), there.metrics(), strict=True):
+            assert a == pytest.approx(b, rel=1e-5)
+    assert RunDir(here, cut).result is None
+    made, restored = (
+        next(run.pictures for run in load(tmp_path / name).runs if run.id == picture.id)
+        for name in ("there", "here")
+    )
+    assert (made["reconstruction"] == restored["reconstruction"]).all()
+
+
+def test_an_export_of_a_sweep_has_the_pictures_that_a_report_shows(tmp_path, data_dir):
+    sweep = Sweep(
+        tasks.find("mnist-ae"), "smoke", tmp_path, "mnist", overrides=("layers=784,4,784",)
+    )
+    for lr in sweep.lrs("sigmoid", "SGD"):
+        execute(sweep.config("sigmoid", "SGD", lr), tmp_path, data_dir=data_dir)
+    sweep.write_summary()
+    export(tmp_path, tmp_path / "all.json.gz")
+    best = min(load(tmp_path).runs, key=lambda run: run.result["final"]["train_nll"])
+    kept = [run.id for run in load(tmp_path / "all.json.gz").runs if run.pictures]
+    assert kept == [best.id]
 
 
 def test_metrics_survive_torn_and_repeated_lines(tmp_path):

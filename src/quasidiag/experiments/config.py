@@ -49,7 +49,7 @@ class Config:
     eval_every: int = 1
     gamma: float = 0.01
     eps: float = 1e-8
-    floor: float | None = 0.0  # the authors' program has none, unlike the paper's pseudo-code
+    floor: float | None = 0.0  # as in the authors' program; with one, sigmoid and tanh train apart
     samples: int = 1
     momentum: float = 0.0
     device: str = "cpu"

@@ -1,4 +1,4 @@
-"""All runs of a folder in one compact file, to carry home from a machine that gives little back."""
+"""All runs of a folder in one compact file, to carry home from a machine that gives little back, and to go on from."""
 
 from __future__ import annotations
 
@@ -11,21 +11,26 @@ from typing import Any
 
 import numpy as np
 
-from .config import UsageError
-from .runs import Collection, Line, Run, load, write_atomically
+from .config import Config, UsageError
+from .runs import Collection, Line, Run, RunDir, load, read_json, write_atomically, write_json
 
 FORMAT = 1
 
 
 def export(runs: str | os.PathLike[str], out: str | os.PathLike[str]) -> int:
-    """Write every curve, result and picture of ``runs`` to ``out`` (``.json.gz``); how many runs there were."""
+    """Write every curve and result of ``runs`` to ``out`` (``.json.gz``); how many runs there were.
+
+    Of a sweep the pictures of each algorithm's best step size are kept, which are those that a
+    report shows.
+    """
     collection = load(runs)
+    swept = _swept(collection)
     environments: list[dict[str, Any]] = []
     content = {
         "format": FORMAT,
         "sweeps": collection.sweeps,
         "timing": collection.timing,
-        "runs": [_packed(run, environments) for run in collection.runs],
+        "runs": [_packed(run, environments, swept.get(run.id, True)) for run in collection.runs],
         "environments": environments,
     }
     raw = gzip.compress(json.dumps(content, separators=(",", ":")).encode(), 9, mtime=0)
@@ -34,7 +39,15 @@ def export(runs: str | os.PathLike[str], out: str | os.PathLike[str]) -> int:
     return len(collection.runs)
 
 
-def _packed(run: Run, environments: list[dict[str, Any]]) -> dict[str, Any]:
+def _swept(collection: Collection) -> dict[str, bool]:
+    """The runs of the sweeps, and whether a report shows their pictures."""
+    cells = [cell for sweep in collection.sweeps.values() for cell in sweep["cells"]]
+    tried = {entry["id"]: False for cell in cells for entry in cell["lrs"]}
+    tried |= {name: False for cell in cells for name in cell["runs"]}
+    return tried | {cell["runs"][0]: True for cell in cells if cell["runs"]}
+
+
+def _packed(run: Run, environments: list[dict[str, Any]], pictures: bool) -> dict[str, Any]:
     """A run with its metrics as columns of six digits, and its environment as a number."""
     shared = {key: value for key, value in run.environment.items() if key != "started"}
     if shared not in environments:
@@ -47,7 +60,7 @@ def _packed(run: Run, environments: list[dict[str, Any]]) -> dict[str, Any]:
         "result": run.result,
         "metrics": {key: [_short(line.get(key)) for line in run.metrics] for key in keys},
     }
-    if run.pictures is not None:
+    if pictures and run.pictures is not None:
         shape = list(next(iter(run.pictures.values())).shape)
         coded = {k: base64.b64encode(v.tobytes()).decode() for k, v in run.pictures.items()}
         packed["reconstructions"] = {"shape": shape, **coded}
@@ -82,3 +95,19 @@ def _unpacked(run: dict[str, Any], environments: list[dict[str, Any]]) -> Run:
         }
     environment = environments[run["environment"]]
     return Run(run["id"], run["config"], lines, run["result"], environment, pictures)
+
+
+def restore(path: Path, root: str | os.PathLike[str]) -> int:
+    """Put the ended runs of an export into a folder of runs, and say how many; what is there stays as it is."""
+    collection = read_export(path)
+    count = 0
+    for run in collection.runs:
+        store = RunDir(root, Config.from_dict(run.config))
+        if run.result and store.result is None:
+            with store.locked():
+                store.fill(run)
+            count += 1
+    timing = Path(root) / "timing.json"
+    if collection.timing:
+        write_json(timing, {**collection.timing, **(read_json(timing) or {})})
+    return count

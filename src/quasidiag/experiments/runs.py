@@ -108,6 +108,17 @@ class RunDir:
         (self.path / "checkpoint.pt").unlink(missing_ok=True)
         return result
 
+    def fill(self, run: Run) -> None:
+        """Write a run that was done elsewhere, the result last."""
+        self.begin(run.environment)
+        lines = "".join(json.dumps(line, allow_nan=False) + "\n" for line in run.metrics)
+        write_atomically(self.path / "metrics.jsonl", lambda path: path.write_text(lines))
+        pictures = run.pictures
+        if pictures is not None:
+            target = self.path / "reconstructions.npz"
+            write_atomically(target, lambda path: _savez(path, pictures))
+        write_json(self.path / "result.json", run.result)
+
     @contextlib.contextmanager
     def locked(self) -> Iterator[None]:
         """One process at a time; the lock dies with its process."""

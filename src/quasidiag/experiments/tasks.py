@@ -154,10 +154,10 @@ EXPERIMENTS: tuple[Experiment, ...] = (
         "mnist",
         (784, 800, 800, 10),
         {**SIGMOID, **RELU},
-        paper_epochs=40,
+        paper_epochs=100,
         small_epochs=5,
         select="valid_nll",
-        options={"dropout": 0.5},
+        options={"dropout": 0.5, "input_dropout": 0.2},
     ),
     Experiment(
         "svhn",

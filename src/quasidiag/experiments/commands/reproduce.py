@@ -6,11 +6,13 @@ import argparse
 import os
 import sys
 import time
+from pathlib import Path
 from typing import Any
 
 from .. import datasets, pool, tasks, timing
 from ..algorithms import ALGORITHMS
 from ..config import Config, suggest
+from ..export import restore
 from ..progress import progress, table
 from ..sweep import Sweep, interleaved
 from . import options
@@ -29,6 +31,7 @@ def add_parser(subparsers: Any) -> None:
     parser.add_argument("--algorithms", metavar="A,B", help="only these algorithms")
     parser.add_argument("--dask", metavar="ADDRESS", help="run on this Dask cluster")
     parser.add_argument("--time-limit", type=float, metavar="SECONDS", help="then stop, resumably")
+    parser.add_argument("--from", dest="export", metavar="EXPORT", help="go on from these results")
     parser.add_argument("--dry-run", action="store_true", help="print the runs that would be done")
     parser.add_argument(
         "--tensorboard", action="store_true", help="log to RUNS/tensorboard as well"
@@ -49,6 +52,8 @@ def run(arguments: argparse.Namespace) -> int:
     names = list(tasks.NAMES) if "all" in names else list(dict.fromkeys(names))
     root, device = options.runs_dir(arguments), options.device(arguments)
     data_dir = options.data_dir(arguments)
+    if arguments.export is not None:
+        print(f"{restore(Path(arguments.export), root)} runs from {arguments.export}", flush=True)
     sweeps = _sweeps(arguments, names, settings, root, device, data_dir)
     if arguments.dry_run:
         return _dry_run(sweeps, tasks.TIMING in names)
