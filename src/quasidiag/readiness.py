@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
-from quasidiag import validate
+from quasidiag import kernels, validate
 from quasidiag.blocks import DiagonalBlock
 from quasidiag.sharding import local
 
@@ -58,8 +58,11 @@ def ready(optimizer: Riemannian) -> bool:
 
 def not_finite(optimizer: Riemannian, gradients: Gradients) -> Tensor:
     """Whether anything in the minibatch is not finite, without waiting for the device."""
-    norms = torch._foreach_norm([gradient for _, gradient in gradients])
     kept = [record.w for record in optimizer._collector.records] + optimizer._sums.tensors()
+    finite = kernels.finite([*(gradient for _, gradient in gradients), *kept])
+    if finite is not None:
+        return torch.tensor(not finite)
+    norms = torch._foreach_norm([gradient for _, gradient in gradients])
     numbers = [*norms, *(x.sum() for x in kept)]
     device = numbers[0].device
     return ~torch.stack([x.float().to(device) for x in numbers]).isfinite().all()

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import multiprocessing
+from typing import Any
+
 import pytest
 import torch
 from torch import Tensor
@@ -9,6 +12,7 @@ from torch import Tensor
 from quasidiag import moments, reductions
 from quasidiag.kernels import native
 from quasidiag.kernels.rule import Rule
+from quasidiag.moments import Moments
 
 pytestmark = pytest.mark.skipif(native.library() is None, reason="no C compiler")
 
@@ -115,6 +119,108 @@ def test_centre(shifted: bool) -> None:
     want = a - shift if shifted else a
     assert torch.equal(got[0], want)
     assert torch.equal(got[1], want.square())
+
+
+@pytest.mark.parametrize("kept", ["all", "no shift", "no row", "no bias"])
+@pytest.mark.parametrize(
+    ("rows", "n", "units"), [(1, 1500, 3), (37, 261, 96), (300, 17, 301), (700, 2100, 13)]
+)
+def test_products(rows: int, n: int, units: int, kept: str) -> None:
+    g = torch.Generator().manual_seed(0)
+    a, w = torch.rand(rows, n, generator=g), torch.rand(rows, units, generator=g)
+    shift = torch.rand(n, generator=g) if kept in ("all", "no row") else None
+    into = Moments(
+        None if kept == "no bias" else torch.rand(units, generator=g),
+        None if kept in ("no row", "no bias") else torch.rand(units, n, generator=g),
+        torch.rand(units, n, generator=g),
+    )
+    before = [None if m is None else m.double() for m in into]
+    want = moments.linear(a.double() - (0.0 if shift is None else shift.double()), w.double())
+    assert products_(into, a, w, shift, 0.7, 0.3)
+    for old, got, new in zip(before, into, want, strict=True):
+        if old is not None and got is not None and new is not None:
+            exact = 0.7 * old + 0.3 * new
+            assert (got - exact).norm() < 1e-6 * exact.norm()
+
+
+def products_(into: Moments, *arguments: Any) -> bool:
+    """Also where torch's own products would be taken."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(native, "multiplies", lambda: True)
+        return native.products_(into, *arguments)
+
+
+def test_products_let_nan_through_and_flush() -> None:
+    a, w = torch.rand(8, 600), torch.rand(8, 12)
+    a[3, 5], w[2, 7] = torch.nan, 1e-40
+    into = Moments(torch.zeros(12), torch.zeros(12, 600), torch.zeros(12, 600))
+    assert products_(into, a, w, None, 1.0, 1.0)
+    assert into.mii is not None and into.mii[:, 5].isnan().all()
+    assert into.mii.isnan().sum() == 12
+
+
+@pytest.mark.parametrize("threads", [2, 3, 7])
+def test_threads_change_no_bit(threads: int) -> None:
+    """A unit's numbers are summed in the same order, whoever does it."""
+
+    def everything() -> list[Tensor]:
+        b = block()
+        w = (torch.empty(ROWS), torch.empty(ROWS, N))
+        five = [b[name] for name in ("m00", "m0i", "mii", "v0", "vi")]
+        assert native.quasi_diagonal(*five, b["shift"], Rule(eps=1e-4, floor=1e-4), w=w)
+        squared, centred = native.square(b["vi"]), native.centre(b["vi"], b["shift"])
+        assert squared is not None and centred is not None
+        found = [*w, squared, *centred]
+        for units in (ROWS, 20):  # more and fewer than make a share for each thread
+            into = [torch.rand(units), torch.rand(units, N), torch.rand(units, N)]
+            a, weights = torch.rand(300, N), torch.rand(300, units)
+            assert products_(Moments(*into), a, weights, b["shift"], 0.5, 0.5)
+            found += into
+        return found
+
+    before = torch.get_num_threads()
+    found = []
+    try:
+        for count in (1, threads):
+            torch.set_num_threads(count)
+            torch.manual_seed(0)
+            found.append(everything())
+    finally:
+        torch.set_num_threads(before)
+    assert all(torch.equal(x, y) for x, y in zip(*found, strict=True))
+
+
+@pytest.mark.parametrize("bad", [None, torch.inf, -torch.inf, torch.nan])
+def test_finite(bad: float | None) -> None:
+    tensors = [torch.full((70, 80), 3e38), torch.zeros(5)]
+    if bad is not None:
+        tensors[0][33, 7] = bad
+    assert native.finite(tensors) is (bad is None)
+    tensors[0][33, 7], tensors[1][4] = 0.0, torch.nan
+    assert native.finite(tensors) is False
+    assert native.finite(tensors[1:]) is None
+
+
+def _in_a_child(queue: Any) -> None:
+    queue.put(native.finite([torch.ones(100, 100)]))
+
+
+def test_a_forked_process_can_go_on() -> None:
+    before = torch.get_num_threads()
+    torch.set_num_threads(2)
+    assert native.finite(
+        [torch.ones(100, 100)]
+    )  # starts the threads that a fork does not take along
+    context = multiprocessing.get_context("fork")
+    queue = context.Queue()
+    child = context.Process(target=_in_a_child, args=(queue,))
+    child.start()
+    try:
+        assert queue.get(timeout=60) is True
+    finally:
+        child.kill()
+        child.join()
+        torch.set_num_threads(before)
 
 
 def test_declines_what_it_cannot_do() -> None:

@@ -44,20 +44,26 @@ def trained(kind: type[qd.Riemannian], options: dict[str, Any]) -> list[Tensor]:
     "kind", [qd.DOP, qd.QDOP, qd.DMCNat, qd.QDMCNat, qd.DNat, qd.QDNat], ids=lambda k: k.__name__
 )
 @pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS.keys())
+@pytest.mark.parametrize("products", ["ours", "torch's"])
 def test_the_compiled_path_trains_as_the_eager_one(
-    kind: type[qd.Riemannian], options: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+    kind: type[qd.Riemannian],
+    options: dict[str, Any],
+    products: str,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     calls: list[str] = []
     real = native._call
 
-    def counted(name: str, *arguments: object) -> None:
+    def counted(name: str, *arguments: object) -> int:
         calls.append(name)
-        real(name, *arguments)
+        return real(name, *arguments)
 
     monkeypatch.setattr(native, "_call", counted)
+    monkeypatch.setattr(native, "multiplies", lambda: products == "ours")
     fast = trained(kind, options)
     solve = "qd_quasi_diagonal" if kind.__name__.startswith("Q") else "qd_diagonal"
-    assert {solve, "qd_square", "qd_centre"} <= set(calls)
+    moments = "qd_products" if products == "ours" else "qd_centre"
+    assert {solve, moments, "qd_square", "qd_finite"} <= set(calls)
     monkeypatch.setattr(native, "LEAST", 2**60)
     calls.clear()
     eager = trained(kind, options)

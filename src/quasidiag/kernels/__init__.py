@@ -59,10 +59,11 @@ def accumulate_(
         return False
     if a.is_cuda:
         return gpu.accumulate_(into, a, w, shift, keep, gain)
+    gain = float(gain)
+    if native.products_(into, a, w, shift, keep, gain):
+        return True
     if w.dtype != into.mii.dtype or (pair := native.centre(a, shift)) is None:
         return False
-    if isinstance(gain, Tensor):
-        w, gain = w * gain, 1.0
     if into.m00 is not None:
         into.m00.mul_(keep).add_(w.sum(0), alpha=gain)
     if into.m0i is not None:
@@ -81,4 +82,9 @@ def square(delta: Tensor, scale: float | Tensor = 1.0, onto: Tensor | None = Non
     return w if onto is None else onto.add_(w)
 
 
-__all__ = ["Rule", "accumulate_", "diagonal", "quasi_diagonal", "square"]
+def finite(tensors: Tensors) -> bool | None:
+    """Whether all numbers are finite, or ``None`` where no kernel can say."""
+    return native.finite(tensors)
+
+
+__all__ = ["Rule", "accumulate_", "diagonal", "finite", "quasi_diagonal", "square"]

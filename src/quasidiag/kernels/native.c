@@ -6,9 +6,7 @@
 #include <stdint.h>
 #include <stdlib.h>
 
-#ifdef __SSE2__
-#include <immintrin.h>
-#endif
+#include "native.h"
 
 typedef struct {
     float lr, decay, momentum; /* theta <- decay * theta - lr * buffer */
@@ -17,25 +15,6 @@ typedef struct {
 
 /* Eight units in the last place: an input that varied by less did not vary (reductions.varies). */
 static const float UNIT = 8 * 1.1920929e-07f;
-
-/* Denormal floats slow a CPU down tenfold; what they could add to a metric is nothing. */
-static unsigned flush_denormals(void) {
-#ifdef __SSE2__
-    unsigned before = _mm_getcsr();
-    _mm_setcsr(before | 0x8040);
-    return before;
-#else
-    return 0;
-#endif
-}
-
-static void restore(unsigned before) {
-#ifdef __SSE2__
-    _mm_setcsr(before);
-#else
-    (void)before;
-#endif
-}
 
 static void apply(int64_t n, const float *w, float *buffer, float *theta, rule r) {
     if (buffer) {
@@ -70,9 +49,8 @@ static float solve_row(int64_t n, float m00, const float *m0i, const float *mii,
 /* Algorithm 1 and what follows it, for every unit of a layer. Any of wi, buffers and thetas may be NULL. */
 void qd_quasi_diagonal(int64_t rows, int64_t n, const float *m00, const float *m0i, const float *mii,
                        const float *v0, const float *vi, const float *shift, int shifted,
-                       const rule *rp, float *w0, float *wi, float *buffer0, float *bufferi,
-                       float *theta0, float *thetai, int threads) {
-    const rule r = *rp;
+                       float *w0, float *wi, float *buffer0, float *bufferi, float *theta0,
+                       float *thetai, rule r, int threads) {
 #pragma omp parallel num_threads(threads)
     {
         const unsigned before = flush_denormals();
@@ -94,10 +72,9 @@ void qd_quasi_diagonal(int64_t rows, int64_t n, const float *m00, const float *m
 }
 
 /* The diagonal reduction of n numbers, and what follows it. */
-void qd_diagonal(int64_t n, const float *m, const float *v, const rule *rp, float *w, float *buffer,
-                 float *theta, int threads) {
+void qd_diagonal(int64_t n, const float *m, const float *v, float *w, float *buffer, float *theta, rule r,
+                 int threads) {
     enum { CHUNK = 2048 };
-    const rule r = *rp;
 #pragma omp parallel num_threads(threads)
     {
         const unsigned before = flush_denormals();
@@ -152,4 +129,15 @@ void qd_centre(int64_t rows, int64_t n, const float *a, const float *shift, floa
             for (int64_t i = 0; i < n; i++) sq[i] = in[i] * in[i];
         }
     }
+}
+
+/* Whether all numbers of all arrays are finite. */
+int qd_finite(int64_t count, const int64_t *sizes, const float *const *arrays, int threads) {
+    float sum = 0;
+    for (int64_t k = 0; k < count; k++) {
+        const float *x = arrays[k];
+#pragma omp parallel for simd reduction(+ : sum) schedule(static) num_threads(threads)
+        for (int64_t i = 0; i < sizes[k]; i++) sum += 0 * x[i]; /* 0, or not a number */
+    }
+    return sum == 0;
 }

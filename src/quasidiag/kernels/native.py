@@ -1,4 +1,4 @@
-"""The elementwise work of a step on a CPU, compiled at first use from ``native.c``.
+"""The work of a step on a CPU, compiled at first use from ``native.c`` and ``products.c``.
 
 The system's own C compiler is asked once (under a second) and its answer kept in the user's cache. Where there is no
 compiler, or the numbers are not plain float32 on a CPU, every function here says so by returning ``None`` or ``False``
@@ -19,12 +19,13 @@ import subprocess
 import tempfile
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from quasidiag.kernels.rule import Rule
-from quasidiag.moments import smallest
+from quasidiag.moments import Moments, smallest
 
 #: Layers smaller than this are not worth a compiler.
 LEAST = 4_096
@@ -39,6 +40,18 @@ class _Rule(ctypes.Structure):
     _fields_ = [(name, ctypes.c_float) for name in Rule._fields]
 
 
+_SIZE, _POINTER, _FLOAT, _FLAG = ctypes.c_int64, ctypes.c_void_p, ctypes.c_float, ctypes.c_int
+#: The arguments of each function; the number of threads follows.
+_SIGNATURES: dict[str, list[Any]] = {
+    "qd_quasi_diagonal": [_SIZE, _SIZE, *[_POINTER] * 6, _FLAG, *[_POINTER] * 6, _Rule],
+    "qd_diagonal": [_SIZE, *[_POINTER] * 5, _Rule],
+    "qd_square": [_SIZE, _POINTER, _FLOAT, _FLOAT, _FLAG, _POINTER],
+    "qd_centre": [_SIZE, _SIZE, *[_POINTER] * 4],
+    "qd_finite": [_SIZE, _POINTER, _POINTER],
+    "qd_products": [_SIZE, _SIZE, _SIZE, *[_POINTER] * 6, _FLOAT, _FLOAT],
+}
+
+
 @functools.cache
 def library() -> ctypes.CDLL | None:
     """The compiled functions, or ``None`` where they cannot be had."""
@@ -48,25 +61,36 @@ def library() -> ctypes.CDLL | None:
     if compiler is None:
         return None
     try:
-        return ctypes.CDLL(str(_build(compiler)))
+        found = ctypes.CDLL(str(_build(compiler)))
     except (OSError, subprocess.SubprocessError):
         return None
+    for name, types in _SIGNATURES.items():
+        getattr(found, name).argtypes = [*types, ctypes.c_int]
+    return found
+
+
+@functools.cache
+def multiplies() -> bool:
+    """Whether ``products.c`` is for this processor: with AVX-512, and without AVX2, torch's own products are faster."""
+    return torch.backends.cpu.get_cpu_capability() == "AVX2"
 
 
 def _build(compiler: str) -> Path:
     """The shared library for this processor, from the cache if it is there."""
-    source = Path(__file__).with_name("native.c")
+    folder = Path(__file__).parent
+    sources = [folder / "native.c", folder / "products.c"]
     capability = torch.backends.cpu.get_cpu_capability()
     flags = ["-O3", "-fopenmp", "-ffp-contract=fast", "-fno-math-errno", "-fno-trapping-math"]
     flags += ["-shared", "-fPIC", *_FLAGS.get(capability, [])]
-    key = " ".join([platform.machine(), compiler, *flags]).encode() + source.read_bytes()
+    key = " ".join([platform.machine(), compiler, *flags]).encode()
+    key += b"".join(path.read_bytes() for path in [*sources, folder / "native.h"])
     name = f"native-{hashlib.sha256(key).hexdigest()[:16]}.so"
-    folder = _cache()
-    target = folder / name
+    cache = _cache()
+    target = cache / name
     if not target.exists():
-        with tempfile.TemporaryDirectory(dir=folder) as scratch:
+        with tempfile.TemporaryDirectory(dir=cache) as scratch:
             built = Path(scratch) / name
-            command = [compiler, *flags, str(source), "-o", str(built)]
+            command = [compiler, *flags, *map(str, sources), "-o", str(built)]
             subprocess.run(command, check=True, capture_output=True, timeout=60)
             built.replace(target)  # atomic: another process sees all of it or nothing
     return target
@@ -87,7 +111,7 @@ def usable(size: int, *tensors: Tensor | None) -> bool:
         if t is not None and not (
             type(t) in (Tensor, torch.nn.Parameter)
             and t.dtype is torch.float32
-            and t.device.type == "cpu"
+            and t.is_cpu
             and t.is_contiguous()
         ):
             return False
@@ -114,14 +138,9 @@ def quasi_diagonal(
         return False
     rows, n = mii.shape
     point = torch.zeros(n) if shift is None else shift
-    _call(
-        "qd_quasi_diagonal",
-        *(ctypes.c_int64(rows), ctypes.c_int64(n)),
-        *map(_pointer, (m00, m0i, mii, v0, vi, point)),
-        ctypes.c_int(shift is not None),
-        ctypes.byref(_rule(rule)),
-        *map(_pointer, outputs),
-    )
+    numbers, written = map(_pointer, (m00, m0i, mii, v0, vi, point)), map(_pointer, outputs)
+    plain = _Rule(*map(float, rule))
+    _call("qd_quasi_diagonal", rows, n, *numbers, shift is not None, *written, plain)
     return True
 
 
@@ -140,15 +159,10 @@ def diagonal(
     lists.append(thetas or none)
     if not usable(sum(m.numel() for m in moments), *(t for tensors in lists for t in tensors)):
         return False
+    plain = _Rule(*map(float, rule))
     for m, v, *outputs in zip(*lists):
-        assert m is not None and v is not None
-        _call(
-            "qd_diagonal",
-            ctypes.c_int64(m.numel()),
-            *map(_pointer, (m, v)),
-            ctypes.byref(_rule(rule)),
-            *map(_pointer, outputs),
-        )
+        assert m is not None
+        _call("qd_diagonal", m.numel(), *map(_pointer, (m, v, *outputs)), plain)
     return True
 
 
@@ -157,16 +171,30 @@ def square(delta: Tensor, scale: float | Tensor = 1.0, onto: Tensor | None = Non
     if not usable(delta.numel(), delta, onto):
         return None
     out = torch.empty_like(delta) if onto is None else onto
-    _call(
-        "qd_square",
-        ctypes.c_int64(delta.numel()),
-        _pointer(delta),
-        ctypes.c_float(float(scale)),
-        ctypes.c_float(smallest(delta.dtype)),
-        ctypes.c_int(onto is not None),
-        _pointer(out),
-    )
+    least, add = smallest(torch.float32), onto is not None
+    _call("qd_square", delta.numel(), _pointer(delta), float(scale), least, add, _pointer(out))
     return out
+
+
+def products_(
+    into: Moments, a: Tensor, w: Tensor, shift: Tensor | None, keep: float, gain: float
+) -> bool:
+    """``into ← keep·into + gain·moments(a - shift, w)`` of a dense layer, ``a: [rows, n]`` and ``w: [rows, units]``."""
+    m00, m0i, mii = into
+    if mii is None or mii.dim() != 2 or not usable(mii.numel(), *into, a, w, shift):
+        return False
+    numbers = map(_pointer, (a, w, shift, m00, m0i, mii))
+    return multiplies() and bool(_call("qd_products", *a.shape, w.shape[1], *numbers, keep, gain))
+
+
+def finite(tensors: Sequence[Tensor]) -> bool | None:
+    """Whether all numbers are finite."""
+    sizes = [t.numel() for t in tensors]
+    if not usable(sum(sizes), *tensors):
+        return None
+    count = len(sizes)
+    arrays = (ctypes.c_void_p * count)(*map(_pointer, tensors))
+    return bool(_call("qd_finite", count, (ctypes.c_int64 * count)(*sizes), arrays))
 
 
 def centre(a: Tensor, shift: Tensor | None) -> tuple[Tensor, Tensor] | None:
@@ -175,23 +203,28 @@ def centre(a: Tensor, shift: Tensor | None) -> tuple[Tensor, Tensor] | None:
         return None
     centred = None if shift is None else torch.empty_like(a)
     squared = torch.empty_like(a)
-    _call(
-        "qd_centre",
-        *map(ctypes.c_int64, a.shape),
-        *map(_pointer, (a, shift, centred, squared)),
-    )
+    _call("qd_centre", *a.shape, *map(_pointer, (a, shift, centred, squared)))
     return (a if centred is None else centred), squared
 
 
-def _rule(rule: Rule) -> _Rule:
-    return _Rule(*map(float, rule))
+def _pointer(tensor: Tensor | None) -> int | None:
+    return None if tensor is None else tensor.data_ptr()
 
 
-def _pointer(tensor: Tensor | None) -> ctypes.c_void_p:
-    return ctypes.c_void_p(None if tensor is None else tensor.data_ptr())
-
-
-def _call(name: str, *arguments: object) -> None:
+def _call(name: str, *arguments: object) -> int:
     compiled = library()
     assert compiled is not None
-    getattr(compiled, name)(*arguments, ctypes.c_int(torch.get_num_threads()))
+    return int(getattr(compiled, name)(*arguments, 1 if _forked else torch.get_num_threads()))
+
+
+#: OpenMP's threads do not survive a fork, and GNU's waits for them for ever.
+_forked = False
+
+
+def _after_fork() -> None:
+    global _forked
+    _forked = True
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_after_fork)

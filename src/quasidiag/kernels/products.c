@@ -1,0 +1,165 @@
+/* The moments of a dense layer, all three in one go (quasidiag.moments.linear is the oracle):
+ *
+ *     m00 <- keep m00 + gain sum w,   m0i <- keep m0i + gain w^T (a - c),   mii <- keep mii + gain w^T (a - c)^2.
+ *
+ * A matrix product in the usual blocks, for the sake of two things that a library's cannot do: a - c and its square are
+ * formed while `a` is packed, so they are never written out, and w is packed once for both products. A tile of the
+ * result stays in registers while the samples go by. Every number is summed in the same order on any number of threads.
+ */
+#include <stdint.h>
+#include <stdlib.h>
+#include <string.h>
+
+#include "native.h"
+
+/* A tile is UNITS x INPUTS and takes 12 of AVX2's 16 registers. SAMPLES x INPUTS numbers are half of a first-level
+ * cache, GROUP panels of UNITS x SAMPLES part of a second-level one, COLUMNS panels of inputs part of the last. */
+enum { LANES = 8, UNITS = 6, INPUTS = 2 * LANES, SAMPLES = 256, GROUP = 24, COLUMNS = 128 };
+
+typedef float vector __attribute__((vector_size(4 * LANES)));
+typedef float loose __attribute__((vector_size(4 * LANES), aligned(4)));
+
+typedef struct {
+    int64_t rows, n, units;
+    const float *a, *w, *shift;
+    float *m00, *m0i, *mii;
+    float keep, gain;
+} problem;
+
+static inline int64_t least(int64_t x, int64_t y) { return x < y ? x : y; }
+
+static inline int64_t parts(int64_t whole, int64_t part) { return (whole + part - 1) / part; }
+
+/* One tile: c <- beta c + gain x^T y, of `k` samples. Only `units` x `inputs` of it exist. */
+static void tile(int64_t k, const float *x, const float *y, float *c, int64_t n, float beta, float gain,
+                 int64_t units, int64_t inputs) {
+    vector sum[UNITS][2];
+#pragma GCC unroll 16
+    for (int i = 0; i < UNITS; i++) sum[i][0] = sum[i][1] = (vector){0};
+    for (int64_t i = 0; i < units; i++) __builtin_prefetch(c + i * n, 1);
+#pragma GCC unroll 4
+    for (int64_t s = 0; s < k; s++, x += UNITS, y += INPUTS) {
+        const vector left = *(const vector *)y, right = *(const vector *)(y + LANES);
+#pragma GCC unroll 16
+        for (int i = 0; i < UNITS; i++) {
+            sum[i][0] += x[i] * left;
+            sum[i][1] += x[i] * right;
+        }
+    }
+    if (units == UNITS && inputs == INPUTS) {
+#pragma GCC unroll 16
+        for (int i = 0; i < UNITS; i++, c += n) {
+            *(loose *)c = beta * *(loose *)c + gain * sum[i][0];
+            *(loose *)(c + LANES) = beta * *(loose *)(c + LANES) + gain * sum[i][1];
+        }
+    } else {
+        const float *all = (const float *)sum;
+        for (int64_t i = 0; i < units; i++, c += n)
+            for (int64_t j = 0; j < inputs; j++) c[j] = beta * c[j] + gain * all[i * INPUTS + j];
+    }
+}
+
+/* INPUTS columns of a - c and of its square, sample after sample; what is not there is 0. */
+static void pack_inputs(const problem *p, int64_t start, int64_t k, int64_t column, float *x, float *xx) {
+    const int64_t there = least(p->n - column, INPUTS);
+    float c[INPUTS] = {0};
+    for (int64_t j = 0; p->shift && j < there; j++) c[j] = p->shift[column + j];
+    for (int64_t s = 0; s < k; s++, x += INPUTS, xx += INPUTS) {
+        const float *a = p->a + (start + s) * p->n + column;
+        if (there == INPUTS) {
+#pragma omp simd
+            for (int64_t j = 0; j < INPUTS; j++) x[j] = a[j] - c[j], xx[j] = x[j] * x[j];
+        } else {
+            for (int64_t j = 0; j < INPUTS; j++)
+                x[j] = j < there ? a[j] - c[j] : 0.0f, xx[j] = x[j] * x[j];
+        }
+    }
+}
+
+/* UNITS columns of w, sample after sample; what is not there is 0. */
+static void pack_units(const problem *p, int64_t start, int64_t k, int64_t unit, float *x) {
+    const int64_t there = least(p->units - unit, UNITS);
+    for (int64_t s = 0; s < k; s++, x += UNITS) {
+        const float *w = p->w + (start + s) * p->units + unit;
+        if (there == UNITS)
+            memcpy(x, w, UNITS * sizeof(float));
+        else
+            for (int64_t i = 0; i < UNITS; i++) x[i] = i < there ? w[i] : 0.0f;
+    }
+}
+
+/* m00 of `units` units, from their packed w. */
+static void sum_units(int64_t k, const float *x, float *m00, float beta, float gain, int64_t units) {
+    float sum[UNITS] = {0};
+    for (int64_t s = 0; s < k; s++, x += UNITS)
+#pragma GCC unroll 16
+        for (int i = 0; i < UNITS; i++) sum[i] += x[i];
+    for (int64_t i = 0; i < units; i++) m00[i] = beta * m00[i] + gain * sum[i];
+}
+
+/* The tiles of the units from panel `first` to `last`, and the inputs from `left` to `right` of those packed in y. */
+static void group(const problem *p, int64_t start, int64_t k, int64_t first, int64_t last, int64_t column,
+                  int64_t left, int64_t right, const float *y, float *x, int whole) {
+    const float beta = start ? 1.0f : p->keep;
+    for (int64_t u = first; u < last; u++) {
+        float *packed = x + (u - first) * UNITS * k;
+        const int64_t unit = u * UNITS;
+        pack_units(p, start, k, unit, packed);
+        if (whole && p->m00)
+            sum_units(k, packed, p->m00 + unit, beta, p->gain, least(p->units - unit, UNITS));
+    }
+    for (int64_t v = left; v < right; v++) {
+        const int64_t input = column + v * INPUTS, inputs = least(p->n - input, INPUTS);
+        for (int square = p->m0i == NULL; square < 2; square++) {
+            float *c = (square ? p->mii : p->m0i) + input;
+            const float *packed = y + (2 * v + square) * INPUTS * k;
+            for (int64_t u = first; u < last; u++) {
+                const int64_t unit = u * UNITS;
+                tile(k, x + (u - first) * UNITS * k, packed, c + unit * p->n, p->n, beta, p->gain,
+                     least(p->units - unit, UNITS), inputs);
+            }
+        }
+    }
+}
+
+/* m00, m0i and shift may be NULL. Returns 0 and does nothing if there is no room for what is packed. */
+int qd_products(int64_t rows, int64_t n, int64_t units, const float *a, const float *w, const float *shift,
+                float *m00, float *m0i, float *mii, float keep, float gain, int threads) {
+    const problem p = {rows, n, units, a, w, shift, m00, m0i, mii, keep, gain};
+    const int64_t samples = parts(rows, parts(rows, SAMPLES));
+    const int64_t columns = least(parts(n, INPUTS), COLUMNS), panels = parts(units, UNITS);
+    /* As many groups as make even shares; where there are fewer units than threads, the inputs are shared too. */
+    const int64_t groups = least(panels, threads * parts(parts(panels, GROUP), threads));
+    const int64_t shares = groups < threads ? parts(threads, groups) : 1;
+    const int64_t room = parts(panels, groups) * UNITS * samples;
+    float *y = aligned_alloc(64, parts(2 * columns * INPUTS * samples, 16) * 64);
+    float *xs = aligned_alloc(64, parts(threads * room, 16) * 64);
+    if (y && xs) {
+#pragma omp parallel num_threads(threads)
+        {
+            const unsigned before = flush_denormals();
+            for (int64_t column = 0; column < n; column += columns * INPUTS)
+                for (int64_t start = 0; start < rows; start += samples) {
+                    const int64_t k = least(rows - start, samples);
+                    const int64_t here = least(parts(n - column, INPUTS), columns);
+#pragma omp for schedule(static)
+                    for (int64_t v = 0; v < here; v++) {
+                        float *x = y + 2 * v * INPUTS * k;
+                        pack_inputs(&p, start, k, column + v * INPUTS, x, x + INPUTS * k);
+                    }
+#pragma omp for schedule(static)
+                    for (int64_t i = 0; i < groups * shares; i++) {
+                        const int64_t g = i / shares, part = i % shares;
+                        group(&p, start, k, panels * g / groups, panels * (g + 1) / groups, column,
+                              here * part / shares, here * (part + 1) / shares, y,
+                              xs + thread() * room, part == 0 && column == 0);
+                    }
+                }
+            restore(before);
+        }
+    }
+    const int done = y && xs;
+    free(y);
+    free(xs);
+    return done;
+}
