@@ -95,7 +95,9 @@ OPTIONS: dict[str, dict[str, Any]] = {
 @pytest.mark.parametrize("name", OPTIONS)
 def test_equals_the_loop(name: str, reduction: str, foreach: bool | None) -> None:
     options = {"lr": 0.01, "reduction": reduction} | OPTIONS[name]
-    assert_same(run(foreach, **options), run(False, **options), 1e-10)
+    # The automatic step is a function of many sums, and the full blocks are badly conditioned.
+    tolerance = 1e-7 if name == "automatic" else 1e-10
+    assert_same(run(foreach, **options), run(False, **options), tolerance)
 
 
 @pytest.mark.parametrize("kind", METRICS[:3])
