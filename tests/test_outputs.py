@@ -59,6 +59,7 @@ def test_vectors_diagonal_and_inner_product_belong_to_one_fisher_matrix(output: 
     vectors = model.vectors(y)
     assert vectors.shape[1:] == y.shape
     torch.testing.assert_close(torch.einsum("kni,knj->nij", vectors, vectors), fisher)
+    torch.testing.assert_close(torch.stack([*model.each_vector(y)]), vectors)
     torch.testing.assert_close(
         model.fisher(y).expand_as(y), fisher.diagonal(dim1=1, dim2=2), rtol=1e-12, atol=1e-12
     )

@@ -32,11 +32,15 @@ def weights(
     An ordinary vector is carried back along with ``m`` and, at the bottom, held against autograd's: a path that is not
     in the chain (a skip connection, a function that mixes units) would otherwise be missing without a word.
     """
+    delta = _signs(output)
+    (true,) = torch.autograd.grad(output, uses[0].edge, delta, retain_graph=True, allow_unused=True)
+    if true is None:
+        raise TypeError(NO_CHAIN)
+    true = _sketch(true)  # before the weights come, which need the memory
     m = criterion.fisher(output.detach())
     counted = criterion.counted(output, target)
     if counted is not None:
         m = torch.where(counted, m, 0.0)
-    delta = _signs(output)
     found: list[Tensor] = []
     upper = delta  # the weight of the layer above, once there is one
     above: GradientEdge | None = get_gradient_edge(output)
@@ -49,17 +53,18 @@ def weights(
         if found:
             m = m @ upper.to(m.dtype).square()
             delta = delta @ upper.to(delta.dtype)
+        own = bool(found)  # not the criterion's, nor kept as another layer's: may be written into
         shape = torch.Size([*use.a.shape[:-1], use.module.out_features])
         f = None if above is None else slope(above, use.edge, delta, shape)
         if f is None:
             raise TypeError(NO_CHAIN)
-        m, delta = (m.reshape(shape) * f).mul_(f), delta.reshape(shape).mul_(f)
+        m = m.reshape(shape)
+        own = own and torch.promote_types(m.dtype, f.dtype) == m.dtype
+        m, delta = (m.mul_(f) if own else m * f).mul_(f), delta.reshape(shape).mul_(f)
         found.append(m)
+        del f  # as large as the layer
         above, upper = use.input_edge, use.module.weight.detach()
-    (true,) = torch.autograd.grad(
-        output, uses[0].edge, _signs(output), retain_graph=True, allow_unused=True
-    )
-    if true is None or not _close(delta, true):
+    if not _close(_sketch(delta), true):
         raise TypeError(NO_CHAIN)
     return found[::-1]
 
@@ -68,6 +73,13 @@ def _signs(output: Tensor) -> Tensor:
     signs = torch.ones_like(output, memory_format=torch.contiguous_format)
     signs.view(-1)[::2] = -1.0
     return signs
+
+
+def _sketch(x: Tensor) -> Tensor:
+    """Random sums over samples, a few for each unit: where they agree so do the numbers, and they take no room."""
+    x = x.reshape(-1, x.shape[-1])
+    source = torch.Generator(x.device).manual_seed(0)
+    return torch.randn(8, len(x), generator=source, dtype=x.dtype, device=x.device) @ x
 
 
 def reached(output: Tensor, uses: list[Use]) -> list[Use]:
@@ -81,14 +93,14 @@ def slope(
 ) -> Tensor | None:
     """The derivative of ``above`` with respect to ``below``, where one is an elementwise function of the other."""
     if above == below:
-        return torch.ones(shape, dtype=like.dtype, device=like.device)
-    ones = torch.ones_like(like)
+        return like.new_ones(()).expand(shape)
+    ones = like.new_ones(()).expand_as(like)
     (found,) = torch.autograd.grad(above, below, ones, retain_graph=True, allow_unused=True)
     return None if found is None or found.numel() != shape.numel() else found.reshape(shape)
 
 
 def _close(one: Tensor, other: Tensor) -> bool:
     """Equal up to rounding; what is not finite is the optimizer's to report."""
-    error, size = (one - other.reshape_as(one)).norm(), other.norm()
+    error, size = (one - other).norm(), other.norm()
     tolerance = min(0.1, 10 * torch.finfo(other.dtype).eps ** 0.5)
     return bool(error <= tolerance * size) or not bool(error.isfinite())

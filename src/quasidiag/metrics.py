@@ -12,6 +12,7 @@ Nothing here knows of layers.
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Iterator
 from typing import Literal, get_args
 
 import torch
@@ -31,22 +32,24 @@ def cotangents(
     target: Tensor,
     samples: int = 1,
     generator: Generator | None = None,
-) -> list[Tensor]:
+) -> Iterator[Tensor]:
     r"""The vectors at the output whose backpropagated squares sum to the metric's weights :math:`w = \sum_k δ_k^2`.
 
-    Each is a derivative of one sample's own loss (not of the mean).
+    Each is a derivative of one sample's own loss (not of the mean), and made when it is asked for.
     """
     output = output.detach()
     if output.dtype in (torch.float16, torch.bfloat16):
         output = output.float()
+    vectors: Iterable[Tensor]
     if metric == "outer-product":
         vectors = [criterion.residual(output, target)]
     elif metric == "monte-carlo":
         draws = (criterion.sample(output, generator) for _ in range(samples))
-        vectors = [criterion.residual(output, draw) / samples**0.5 for draw in draws]
+        vectors = (criterion.residual(output, draw) / samples**0.5 for draw in draws)
     elif metric == "exact":
-        vectors = list(criterion.vectors(output))
+        vectors = criterion.each_vector(output)
     else:
         raise ValueError(f"the {metric} metric has no vectors at the output")
     counted = criterion.counted(output, target)
-    return vectors if counted is None else [torch.where(counted, v, 0.0) for v in vectors]
+    for vector in vectors:
+        yield vector if counted is None else torch.where(counted, vector, 0.0)

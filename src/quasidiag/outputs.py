@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from inspect import signature
 from typing import Any
 
@@ -58,6 +58,10 @@ class OutputModel(nn.Module, ABC):
     @abstractmethod
     def vectors(self, output: Tensor) -> Tensor:
         """``[K, *output.shape]``: vectors whose outer products sum to the Fisher matrix of each sample's output."""
+
+    def each_vector(self, output: Tensor) -> Iterator[Tensor]:
+        """The same one after the other, for whoever needs one at a time."""
+        yield from self.vectors(output)
 
     @abstractmethod
     def fisher(self, output: Tensor) -> Tensor:
@@ -120,7 +124,8 @@ class Categorical(OutputModel):
         return int(count) if target.device.type == "cpu" else count
 
     def counted(self, output: Tensor, target: Tensor) -> Tensor | None:
-        return (target != self.ignore_index).unsqueeze(-1)
+        counted = (target != self.ignore_index).unsqueeze(-1)
+        return None if target.device.type == "cpu" and bool(counted.all()) else counted
 
     def residual(self, output: Tensor, target: Tensor) -> Tensor:
         classes = target.clamp_min(0).unsqueeze(-1)
@@ -134,13 +139,27 @@ class Categorical(OutputModel):
 
     def vectors(self, output: Tensor) -> Tensor:
         # The columns of the Cholesky factor, one fewer than classes: the rank. Each class against those after it.
-        p = output.softmax(-1)
-        tails = p.flip(-1).cumsum(-1).flip(-1).clamp_min(torch.finfo(p.dtype).tiny)
-        after = tails[..., 1:]
-        root = (p[..., :-1] * after / tails[..., :-1]).sqrt()
+        p, root, after = self._factors(output)
         vectors = (-p.unsqueeze(-2) / after.unsqueeze(-1)).triu(1)
         vectors.diagonal(dim1=-2, dim2=-1).fill_(1.0)
         return (root.unsqueeze(-1) * vectors).movedim(-2, 0)
+
+    def each_vector(self, output: Tensor) -> Iterator[Tensor]:
+        p, root, after = self._factors(output)
+        part = (root / after).neg_()
+        del after  # as large as the output, as all of these
+        for k in range(p.shape[-1] - 1):
+            vector = p * part[..., k : k + 1]
+            vector[..., :k] = 0.0
+            vector[..., k] = root[..., k]
+            yield vector
+
+    @staticmethod
+    def _factors(output: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """The probabilities, each column's length, and what is left after each class."""
+        p = output.softmax(-1)
+        tails = p.flip(-1).cumsum(-1).flip(-1).clamp_min(torch.finfo(p.dtype).tiny)
+        return p, (p[..., :-1] * tails[..., 1:] / tails[..., :-1]).sqrt(), tails[..., 1:]
 
     def fisher(self, output: Tensor) -> Tensor:
         p = output.softmax(-1)
@@ -158,6 +177,13 @@ class _Elementwise(OutputModel):
     def vectors(self, output: Tensor) -> Tensor:
         flat = self.fisher(output).sqrt().expand_as(output).reshape(len(output), -1)
         return torch.diag_embed(flat).movedim(-2, 0).reshape(flat.shape[1], *output.shape)
+
+    def each_vector(self, output: Tensor) -> Iterator[Tensor]:
+        root = self.fisher(output).sqrt().expand_as(output).reshape(len(output), -1)
+        for k in range(root.shape[1]):
+            vector = torch.zeros_like(root)
+            vector[:, k] = root[:, k]
+            yield vector.view(output.shape)
 
     def _check(self, output: Tensor, target: Tensor) -> None:
         if target.shape != output.shape:

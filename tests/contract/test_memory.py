@@ -120,12 +120,15 @@ def adamw(model: nn.Module, loss: nn.Module) -> torch.optim.Optimizer:
     return torch.optim.AdamW(model.parameters(), lr=1e-3)
 
 
-@pytest.mark.parametrize(("width", "depth", "batch"), [(256, 3, 32), (128, 4, 512)])
+@pytest.mark.parametrize(
+    ("width", "depth", "batch"),
+    [(256, 3, 32), (128, 4, 512), (64, 8, 1024), (64, 2, 2048), (128, 1, 512)],
+)
 @pytest.mark.parametrize("kind", METRICS)
 def test_peak_exceeds_adamw_s_by_the_activations_at_most(
     kind: str, width: int, depth: int, batch: int
 ) -> None:
-    """Few samples: weights rule the peak. Many samples: activities do."""
+    """Few samples: weights rule the peak. Many samples: activities do, and in shallow networks the outputs."""
     theirs, allowance = training_peak(adamw, width, depth, batch)
     ours, _ = training_peak(
         lambda model, loss: qd.Riemannian(model, loss, lr=1e-3, metric=kind, momentum=0.9),
@@ -133,9 +136,6 @@ def test_peak_exceeds_adamw_s_by_the_activations_at_most(
         depth,
         batch,
     )
-    one_layer = 4 * batch * width
-    if kind == "backpropagated":  # weights, derivative and slope of the layer that it is at
-        allowance += 3 * one_layer
     assert ours <= theirs + allowance + SLACK, (ours, theirs, allowance)
 
 
