@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from quasidiag import kernels, reductions
+from quasidiag import kernels, reductions, root
 from quasidiag.kernels.rule import Rule
 from quasidiag.layers import Adapter, adapter_of
 from quasidiag.layers.linear import LinearAdapter
@@ -102,7 +102,7 @@ class DiagonalBlock:
     def tidy_(self, state: State) -> None:
         for moment in self.kept(state):
             if moment is not None:
-                moment.masked_fill_(moment.abs() < smallest(moment.dtype), 0.0)
+                torch.hardshrink(moment, smallest(moment.dtype), out=moment)
 
     def solve(
         self, state: State, gradients: list[Tensor], eps: float, floor: float | None
@@ -156,6 +156,25 @@ class DiagonalBlock:
             for m in kept
         ]
 
+    @cached_property
+    def mixes(self) -> bool:
+        """Whether the units see the same inputs, so that a gradient of theirs is one matrix."""
+        return self.weight is not None and self.adapter.mixes(self.module)
+
+    def root(self, state: State) -> root.Root:
+        r"""The coordinates in which the metric is the identity matrix (:mod:`quasidiag.root`)."""
+        *m00, mii = self.rows_of(self._bounded(state))
+        return root.Root(m00[0].sqrt() if m00 else None, None, mii.sqrt())
+
+    def rows_of(self, tensors: Tensors) -> list[Tensor]:
+        """Tensors shaped like :attr:`parameters`, the weight's as ``[units, inputs]``."""
+        return [*(t.reshape(-1) for t in tensors[:-1]), self.adapter.rows(self.module, tensors[-1])]
+
+    def like(self, rows: Tensors) -> list[Tensor]:
+        """Back from :meth:`rows_of` to the parameters' own shapes."""
+        weight = self.adapter.unrows(self.module, rows[-1].contiguous(), self.home.shape)
+        return [*(r.view_as(p) for r, p in zip(rows[:-1], self.parameters)), weight]
+
     def descend_(self, state: State, gradients: list[Tensor], rule: Rule) -> bool:
         """Solve and step in one pass over memory, where a kernel can; else nothing happens, and ``False``."""
         buffers = [state[p]["momentum"] for p in self.parameters] if rule.momentum else None
@@ -193,11 +212,12 @@ class QuasiDiagonalBlock(DiagonalBlock):
         super().tidy_(state)
 
     def _move(self, state: State, move: Tensor) -> None:
-        """Measure the moments from ``move`` further on."""
-        kept = self.kept(state)
-        for old, new in zip(kept, recentre(kept, move)):
-            assert old is not None and new is not None
-            old.copy_(new)
+        """Measure the moments from ``move`` further on (``moments.recentre``, in place)."""
+        m00, m0i, mii = self.kept(state)
+        assert m00 is not None and m0i is not None and mii is not None
+        column = m00.unsqueeze(-1)
+        mii.sub_((2 * move) * m0i).addcmul_(move.square(), column)
+        m0i.sub_(move * column)
         state[self.weight]["shift"].add_(move)
 
     def solve(
@@ -211,6 +231,9 @@ class QuasiDiagonalBlock(DiagonalBlock):
         shift = state[self.weight].get("shift")
         w0, wi = reductions.quasi_diagonal(m00, m0i, mii, v0, vi, eps=eps, floor=floor, shift=shift)
         return [w0.view_as(self.bias), self.adapter.unrows(self.module, wi, self.weight.shape)]
+
+    def root(self, state: State) -> root.Root:
+        return root.quasi_diagonal(*self._moment_rows(state), state[self.weight].get("shift"))
 
     @cached_property
     def kind(self) -> Hashable | None:
@@ -257,17 +280,25 @@ class QuasiDiagonalBlock(DiagonalBlock):
         shift = state[self.weight].get("shift")
         return kernels.quasi_diagonal(m00, m0i, mii, v0, vi, shift, rule, **rows)
 
+    @cached_property
+    def _plain(self) -> bool:
+        """Whether weights are ``[units, inputs]`` as they are."""
+        return type(self.adapter) is LinearAdapter and self.weight.dim() == 2
+
     def _moment_rows(self, state: State) -> tuple[Tensor, Tensor, Tensor]:
         m00, m0i, mii = self.kept(state)
         assert m00 is not None and m0i is not None and mii is not None
-        m00, m0i = m00.reshape(-1), self.adapter.rows(self.module, m0i)
-        mii = self.adapter.rows(self.module, mii)
+        if not self._plain:
+            m00, m0i = m00.reshape(-1), self.adapter.rows(self.module, m0i)
+            mii = self.adapter.rows(self.module, mii)
         if self.safeguard is not None:
             m00, mii = reductions.safeguarded(m00, m0i, mii, *self.safeguard)
         return m00, m0i, mii
 
     def _rows(self, pair: Tensors) -> tuple[Tensor, Tensor]:
         """A bias and a weight (or two tensors of their shapes), the weight as ``[units, inputs]``."""
+        if self._plain:
+            return pair[0], pair[1]
         return pair[0].reshape(-1), self.adapter.rows(self.module, pair[1])
 
 
@@ -275,6 +306,7 @@ class UnitwiseBlock(DiagonalBlock):
     """Keeps the full block of each unit, ``state[weight]["block"]: [units, 1 + n, 1 + n]``."""
 
     weight: nn.Parameter
+    mixes = False
 
     @cached_property
     def kind(self) -> Hashable | None:

@@ -218,6 +218,8 @@ class Collector:
 
     def _share(self, seen: Seen, call: Call, scale: float | Tensor) -> tuple[Call, float | Tensor]:
         """The share of the samples that enters the metric, each counted for as many more."""
+        if self.fraction == 1 and self.sharing == "expand":
+            return call, scale
         self._check_batch(seen, call)
         samples = len(call.a)
         share = max(1, round(self.fraction * samples)) if self.fraction < 1 else samples

@@ -254,7 +254,7 @@ class Exchange:
         self._flights.append(Flight(blocks, work, result, sent, layout))
 
     def meet(
-        self, bad: Tensor | None, total: int | float | Tensor, device: torch.device
+        self, bad: bool | Tensor | None, total: int | float | Tensor, device: torch.device
     ) -> Outcome:
         """Before a step: does anybody have a bad minibatch, how many samples are there, which blocks were used."""
         self._check(device)

@@ -56,12 +56,12 @@ def ready(optimizer: Riemannian) -> bool:
     return usable or refuse(optimizer, gradients)
 
 
-def not_finite(optimizer: Riemannian, gradients: Gradients) -> Tensor:
+def not_finite(optimizer: Riemannian, gradients: Gradients) -> bool | Tensor:
     """Whether anything in the minibatch is not finite, without waiting for the device."""
     kept = [record.w for record in optimizer._collector.records] + optimizer._sums.tensors()
     finite = kernels.finite([*(gradient for _, gradient in gradients), *kept])
     if finite is not None:
-        return torch.tensor(not finite)
+        return not finite
     norms = torch._foreach_norm([gradient for _, gradient in gradients])
     numbers = [*norms, *(x.sum() for x in kept)]
     device = numbers[0].device

@@ -199,6 +199,7 @@ def test_finite(bad: float | None) -> None:
     tensors[0][33, 7], tensors[1][4] = 0.0, torch.nan
     assert native.finite(tensors) is False
     assert native.finite(tensors[1:]) is None
+    assert native.finite([*tensors, object()]) is None
 
 
 def _in_a_child(queue: Any) -> None:

@@ -8,6 +8,7 @@ is the oracle that the kernels are tested against.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -82,8 +83,8 @@ def square(delta: Tensor, scale: float | Tensor = 1.0, onto: Tensor | None = Non
     return w if onto is None else onto.add_(w)
 
 
-def finite(tensors: Tensors) -> bool | None:
-    """Whether all numbers are finite, or ``None`` where no kernel can say."""
+def finite(tensors: Sequence[Any]) -> bool | None:
+    """Whether all numbers are finite, or ``None`` where no kernel can say (or it is not tensors)."""
     return native.finite(tensors)
 
 

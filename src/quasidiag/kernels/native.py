@@ -187,9 +187,9 @@ def products_(
     return multiplies() and bool(_call("qd_products", *a.shape, w.shape[1], *numbers, keep, gain))
 
 
-def finite(tensors: Sequence[Tensor]) -> bool | None:
+def finite(tensors: Sequence[Any]) -> bool | None:
     """Whether all numbers are finite."""
-    sizes = [t.numel() for t in tensors]
+    sizes = [t.numel() for t in tensors if isinstance(t, Tensor)]
     if not usable(sum(sizes), *tensors):
         return None
     count = len(sizes)
