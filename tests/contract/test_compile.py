@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from functools import partial
+from typing import Any
 
 import pytest
 import torch
@@ -10,6 +12,7 @@ from loops import METRICS, assert_moved, assert_same, metric, problem, train, va
 from torch import nn
 
 import quasidiag as qd
+from quasidiag import reductions
 
 #: Traces forward and backward as every backend does, and needs no compiler of C++.
 BACKEND = "aot_eager"
@@ -84,6 +87,48 @@ def test_compiled_update() -> None:
     assert_same(*ends)
 
 
+def test_a_compiled_update_is_not_compiled_again() -> None:
+    """Whatever a scheduler does to the rate, and however large the minibatch is."""
+    ends = []
+    for compiled in (False, True):
+        model, loss, x, t = problem()
+        optimizer = qd.QDOP(model, loss, lr=0.05, momentum=0.5)
+        schedule = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.5)
+        step = torch.compile(optimizer.step, backend=BACKEND) if compiled else optimizer.step
+        with torch._dynamo.config.patch(error_on_recompile=True):
+            for n in (24, 24, 16, 8):
+                optimizer.zero_grad()
+                loss(model(x[:n]), t[:n]).backward()
+                step()
+                schedule.step()
+        ends.append(values(model) + metric(optimizer))
+    assert_same(*ends)
+
+
+@pytest.mark.parametrize("options", [{"lr": 0.05}, {"metric": "exact"}], ids=str)
+def test_a_whole_step_compiled(options: dict[str, Any]) -> None:
+    """Forward, backward and update in one function: it is compiled up to its breaks, and gives the same."""
+    ends = []
+    for compiled in (False, True):
+        model, loss, x, t = problem()
+        optimizer = qd.Riemannian(model, loss, **options)
+
+        def step(model=model, loss=loss, x=x, t=t, optimizer=optimizer) -> torch.Tensor:
+            optimizer.zero_grad()
+            value = loss(model(x), t)
+            value.backward()
+            optimizer.step()
+            return value
+
+        run = torch.compile(step, backend=BACKEND) if compiled else step
+        before = values(model)
+        for _ in range(3):
+            run()
+        assert_moved(before, model)
+        ends.append(values(model) + metric(optimizer))
+    assert_same(*ends, 1e-9)
+
+
 def test_compiled_loop() -> None:
     plain, loss, x, t = problem()
     train(plain, loss, qd.QDOP(plain, loss, lr=0.05), x, t, 2)
@@ -99,6 +144,32 @@ def test_compiled_loop() -> None:
         forward().backward()
         optimizer.step()
     assert_same(values(plain), values(model), 1e-10)
+
+
+def positive(*shape: int, seed: int = 0) -> torch.Tensor:
+    generator = torch.Generator().manual_seed(seed)
+    return torch.rand(shape, generator=generator, dtype=torch.float64) + 0.1
+
+
+MOMENTS = positive(5), 0.1 * positive(5, 4, seed=1), positive(5, 4, seed=2)
+GRADIENT = positive(5, seed=3), positive(5, 4, seed=4)
+ROUTINES: dict[str, tuple[Callable[..., Any], tuple[Any, ...]]] = {
+    "quasi-diagonal": (reductions.quasi_diagonal, (*MOMENTS, *GRADIENT)),
+    "quasi-diagonal, shifted": (
+        partial(reductions.quasi_diagonal, shift=positive(4, seed=5), eps=1e-3, floor=0.0),
+        (*MOMENTS, *GRADIENT),
+    ),
+    "safeguards": (reductions.safeguarded, (*MOMENTS, 0.1, 0.01, 0.1)),
+    "diagonal": (reductions.diagonal, (MOMENTS[2], GRADIENT[1])),
+    "unitwise": (reductions.unitwise, (torch.diag_embed(MOMENTS[2]) + 0.05, GRADIENT[1])),
+}
+
+
+@pytest.mark.parametrize("name", ROUTINES)
+def test_every_reduction_compiles_without_a_break(name: str) -> None:
+    routine, given = ROUTINES[name]
+    found = torch.compile(routine, backend=BACKEND, fullgraph=True)(*given)
+    torch.testing.assert_close(found, routine(*given), rtol=1e-13, atol=1e-13)
 
 
 def test_the_paper_s_routines_compile_without_a_break() -> None:
