@@ -15,6 +15,8 @@ from .config import Config, UsageError
 from .runs import Collection, Line, Run, RunDir, load, read_json, write_atomically, write_json
 
 FORMAT = 1
+#: The mean over outputs of the squared error, and half the sum that it follows from.
+_MSE = {"train_mse": "train_error", "valid_mse": "valid_error"}
 
 
 def export(runs: str | os.PathLike[str], out: str | os.PathLike[str]) -> int:
@@ -48,11 +50,11 @@ def _swept(collection: Collection) -> dict[str, bool]:
 
 
 def _packed(run: Run, environments: list[dict[str, Any]], pictures: bool) -> dict[str, Any]:
-    """A run with its metrics as columns of six digits, and its environment as a number."""
+    """A run with its metrics as columns of six digits, less what follows from others, and its environment as a number."""
     shared = {key: value for key, value in run.environment.items() if key != "started"}
     if shared not in environments:
         environments.append(shared)
-    keys = list(run.metrics[0]) if run.metrics else []
+    keys = [key for key in run.metrics[0] if key not in _MSE] if run.metrics else []
     packed: dict[str, Any] = {
         "id": run.id,
         "config": run.config,
@@ -85,6 +87,10 @@ def read_export(path: Path) -> Collection:
 
 def _unpacked(run: dict[str, Any], environments: list[dict[str, Any]]) -> Run:
     columns = run["metrics"]
+    if run["config"]["output"] != "categorical" and columns:
+        for key, error in _MSE.items():
+            width = run["config"]["layers"][-1]
+            columns[key] = [None if e is None else 2 * e / width for e in columns[error]]
     lines: list[Line] = [dict(zip(columns, values)) for values in zip(*columns.values())]
     pictures = None
     if "reconstructions" in run:
