@@ -81,6 +81,11 @@ PAPER: dict[str, Make] = {
     "QDNat": ours(qd.QDNat),
 }
 
+#: Nothing to tune: the step measures its own length.
+AUTOMATIC: dict[str, Make] = {
+    "Riemannian (auto)": lambda workload: Step(workload, qd.Riemannian),
+}
+
 #: The metric on a share of the samples, or every few steps.
 AMORTISED: dict[str, Make] = {
     "QDOP, metric on 1/10": ours(qd.QDOP, metric_fraction=0.1),

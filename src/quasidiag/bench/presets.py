@@ -9,7 +9,15 @@ from functools import partial
 import torch
 
 import quasidiag as qd
-from quasidiag.bench.contenders import AMORTISED, PAPER, TORCH, Make, ours, torch_optimizer
+from quasidiag.bench.contenders import (
+    AMORTISED,
+    AUTOMATIC,
+    PAPER,
+    TORCH,
+    Make,
+    ours,
+    torch_optimizer,
+)
 from quasidiag.bench.workloads import Workload, gpt, mlp
 
 PAPERS_NET = (784, 800, 800, 10)
@@ -86,7 +94,7 @@ _LARGE: dict[str, Make] = {
 PRESETS: dict[str, Callable[[], Preset]] = {
     "cpu": lambda: Preset(
         "cpu",
-        [Race(lambda: mlp(PAPERS_NET, 500), {**PAPER, **AMORTISED})],
+        [Race(lambda: mlp(PAPERS_NET, 500), {**PAPER, **AMORTISED, **AUTOMATIC})],
         _curves("cpu"),
     ),
     "h200": lambda: Preset(
