@@ -75,7 +75,6 @@ class OutputModel(nn.Module, ABC):
         """The diagonal Fisher information of the criterion's own parameters, in closed form."""
         return {}
 
-    @torch.no_grad()
     def project_(self) -> None:
         """Bring the criterion's own parameters back into their bounds, after a step."""
 
@@ -113,6 +112,9 @@ class Categorical(OutputModel):
             )
         _not_empty(output)
         if target.device.type == "cpu":
+            least, most = target.aminmax()
+            if least >= 0 and most < output.shape[-1]:
+                return
             wrong = ((target < 0) | (target >= output.shape[-1])) & (target != self.ignore_index)
             if wrong.any():
                 raise ValueError(
