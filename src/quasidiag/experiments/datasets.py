@@ -192,7 +192,7 @@ def write_prepared(data: Data, out: Path) -> Path:
     for leftover in out.glob(f".{data.name}.*"):  # of a process that was killed while writing
         leftover.unlink(missing_ok=True)
     try:
-        with zipfile.ZipFile(temporary, "w", zipfile.ZIP_LZMA) as archive:
+        with zipfile.ZipFile(temporary, "w", zipfile.ZIP_BZIP2) as archive:
             for key, array in {**arrays, "source": np.array(data.source)}.items():
                 with archive.open(f"{key}.npy", "w") as member:
                     np.lib.format.write_array(member, array)
