@@ -92,7 +92,7 @@ def test_tables_go_into_a_page_between_marks(tmp_path: Path) -> None:
 def test_losses_of_a_full_and_an_amortised_metric(monkeypatch: pytest.MonkeyPatch) -> None:
     few = {name: losses.VARIANTS[name] for name in ("QDOP", "QDOP, metric every 5")}
     monkeypatch.setattr(losses, "VARIANTS", few)
-    found = losses.run("cpu", None, 1, lambda line: None, dataset="mnist-5k")
+    (found,) = losses.run("cpu", None, 1, lambda line: None, dataset="mnist-5k", rates=[1e-3])
     assert found["departure"]["QDOP"] == 0.0 < found["departure"]["QDOP, metric every 5"]
     assert all(0 < value < 2.4 for values in found["losses"].values() for value in values)
     assert "farthest from the full metric" in show._amortised(found)

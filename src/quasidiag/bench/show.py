@@ -13,8 +13,7 @@ def tables(results: dict[str, Any]) -> str:
     parts = [machine, _update(results["update"])]
     parts += [_race(race) for race in results["races"]]
     parts += [_curve(curve) for curve in results["curves"]]
-    if "amortised" in results:
-        parts.append(_amortised(results["amortised"]))
+    parts += [_amortised(found) for found in results.get("amortised", ())]
     if results.get("not_installed"):
         parts.append("\n".join(f"- {k}: {v}" for k, v in results["not_installed"].items()))
     return "\n\n".join(parts)
@@ -66,7 +65,8 @@ def _curve(curve: dict[str, Any]) -> str:
 
 
 def _amortised(found: dict[str, Any]) -> str:
-    head = [f"training loss on {found['dataset']} after epoch", "farthest from the full metric"]
+    head = [f"{found['dataset']}, lr {found['lr']:g}: training loss after epoch"]
+    head += ["farthest from the full metric"]
     epochs = len(next(iter(found["losses"].values())))
     rows = [
         [name, f"{100 * found['departure'][name]:.1f} %", *(f"{v:.4f}" for v in values)]

@@ -51,7 +51,7 @@ void qd_quasi_diagonal(int64_t rows, int64_t n, const float *m00, const float *m
                        const float *v0, const float *vi, const float *shift, int shifted,
                        float *w0, float *wi, float *buffer0, float *bufferi, float *theta0,
                        float *thetai, rule r, int threads) {
-#pragma omp parallel num_threads(threads)
+#pragma omp parallel num_threads(worth(rows * n, threads))
     {
         const unsigned before = flush_denormals();
         float *scratch = wi ? NULL : malloc(n * sizeof(float));
@@ -75,7 +75,7 @@ void qd_quasi_diagonal(int64_t rows, int64_t n, const float *m00, const float *m
 void qd_diagonal(int64_t n, const float *m, const float *v, float *w, float *buffer, float *theta, rule r,
                  int threads) {
     enum { CHUNK = 2048 };
-#pragma omp parallel num_threads(threads)
+#pragma omp parallel num_threads(worth(n, threads))
     {
         const unsigned before = flush_denormals();
         float scratch[CHUNK];
@@ -97,7 +97,7 @@ void qd_diagonal(int64_t n, const float *m, const float *v, float *w, float *buf
 /* out <- (scale delta)^2, or out + that; below `smallest` it counts as zero (moments.square). */
 void qd_square(int64_t n, const float *delta, float scale, float smallest, int add, float *out,
                int threads) {
-#pragma omp parallel num_threads(threads)
+#pragma omp parallel num_threads(worth(n, threads))
     {
         const unsigned before = flush_denormals();
 #pragma omp for simd schedule(static)
@@ -112,7 +112,7 @@ void qd_square(int64_t n, const float *delta, float scale, float smallest, int a
 /* a - c (where wanted) and its square, row by row. */
 void qd_centre(int64_t rows, int64_t n, const float *a, const float *shift, float *centred,
                float *squared, int threads) {
-#pragma omp parallel for schedule(static) num_threads(threads)
+#pragma omp parallel for schedule(static) num_threads(worth(rows * n, threads))
     for (int64_t k = 0; k < rows; k++) {
         const float *in = a + k * n;
         float *sq = squared + k * n;
@@ -136,7 +136,7 @@ int qd_finite(int64_t count, const int64_t *sizes, const float *const *arrays, i
     float sum = 0;
     for (int64_t k = 0; k < count; k++) {
         const float *x = arrays[k];
-#pragma omp parallel for simd reduction(+ : sum) schedule(static) num_threads(threads)
+#pragma omp parallel for simd reduction(+ : sum) schedule(static) num_threads(worth(sizes[k], threads))
         for (int64_t i = 0; i < sizes[k]; i++) sum += 0 * x[i]; /* 0, or not a number */
     }
     return sum == 0;

@@ -1,4 +1,5 @@
 /* What the compiled kernels have in common. */
+#include <stdint.h>
 #ifdef __SSE2__
 #include <immintrin.h>
 #endif
@@ -32,3 +33,6 @@ static inline int thread(void) {
     return 0;
 #endif
 }
+
+/* How many threads so many numbers are worth: one, where waking another takes longer than the work. */
+static inline int worth(int64_t numbers, int threads) { return numbers < 16384 ? 1 : threads; }

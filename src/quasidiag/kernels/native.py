@@ -27,6 +27,7 @@ from torch import Tensor
 from quasidiag.kernels.rule import Rule
 from quasidiag.moments import Moments, smallest
 
+SMALLEST = smallest(torch.float32)
 #: Layers smaller than this are not worth a compiler.
 LEAST = 4_096
 
@@ -171,8 +172,8 @@ def square(delta: Tensor, scale: float | Tensor = 1.0, onto: Tensor | None = Non
     if not usable(delta.numel(), delta, onto):
         return None
     out = torch.empty_like(delta) if onto is None else onto
-    least, add = smallest(torch.float32), onto is not None
-    _call("qd_square", delta.numel(), _pointer(delta), float(scale), least, add, _pointer(out))
+    add = onto is not None
+    _call("qd_square", delta.numel(), _pointer(delta), float(scale), SMALLEST, add, _pointer(out))
     return out
 
 
