@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from quasidiag import cli
-from quasidiag.bench import floor, losses, measure, peers, presets, show, timing
+from quasidiag.bench import contenders, floor, losses, measure, peers, presets, show, timing
 from quasidiag.bench.workloads import gpt, mlp
 
 
@@ -107,6 +107,16 @@ def test_peers_that_fail_are_reported_not_fatal() -> None:
     found = measure.race(race, {"Broken": broken}, 2, lambda line: None)  # type: ignore[dict-item]
     assert found["failed"] == {"Broken": "RuntimeError: not today"}
     assert "Broken failed: RuntimeError: not today" in show._race(found)
+
+
+def test_peers_run_in_a_race_of_their_own() -> None:
+    preset = presets.PRESETS["smoke"]()
+    preset.curves.clear()
+    found = measure.run(preset, {"RMSprop": contenders.TORCH["RMSprop"]}, 2, lambda line: None)
+    ours, others = found["races"]
+    assert "RMSprop" not in ours["contenders"]
+    assert set(others["contenders"]) == {"SGD", "QDOP", "QDMCNat", "QDNat", "RMSprop"}
+    assert others["workload"] == ours["workload"] + ", beside other packages"
 
 
 def test_peers_are_those_that_can_be_imported() -> None:

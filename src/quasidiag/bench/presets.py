@@ -32,6 +32,7 @@ class Race:
     base: str = "SGD"
     repeat: int = 10
     rounds: int = 15
+    title: str = ""
 
 
 @dataclass(frozen=True)
