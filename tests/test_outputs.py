@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, distributions
 
 import quasidiag as qd
-from nets import OUTPUTS, STD, batch, criterion
+from nets import OUTPUTS, STD, batch, criterion, mlp
 
 
 def case(output: str, n: int = 6, k: int = 4) -> tuple[qd.OutputModel, Tensor, Tensor]:
@@ -186,3 +186,23 @@ def test_a_given_deviation_is_never_rounded(cast: str) -> None:
     other.load_state_dict({"std": torch.tensor(0.7)})  # as it was saved in float32
     assert float(other.std) == pytest.approx(0.7)
     assert loss.to("meta").std.device.type == "meta"
+
+
+class OnDevice(qd.Categorical):
+    """Counts as it does on a GPU: nobody waits for the number."""
+
+    def terms(self, output: Tensor, target: Tensor) -> Tensor:
+        return torch.tensor(super().terms(output, target))
+
+
+@pytest.mark.parametrize("metric", ["outer-product", "exact", "backpropagated"])
+def test_a_count_that_stays_on_the_device_is_not_rounded(metric: str) -> None:
+    ends = []
+    for loss in (qd.Categorical(), OnDevice()):
+        model = mlp(4, 6, 3)
+        x, t = batch("categorical", 23, 4, 3)
+        optimizer = qd.Riemannian(model, loss, lr=0.05, metric=metric)
+        loss(model(x), t).backward()
+        optimizer.step()
+        ends.append([p.detach() for p in model.parameters()])
+    torch.testing.assert_close(*ends, rtol=1e-13, atol=1e-13)

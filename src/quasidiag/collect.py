@@ -20,7 +20,7 @@ from quasidiag.asking import Asking
 from quasidiag.layers.composite import Call
 from quasidiag.metrics import cotangents
 from quasidiag.outputs import OutputModel
-from quasidiag.probe import Deltas, Hook, Probe, Seen, Use, below
+from quasidiag.probe import Deltas, Hook, Outside, Probe, Seen, Use, below
 from quasidiag.sharding import unsharded
 from quasidiag.sharing import Samples, reduced
 from quasidiag.units import Units
@@ -155,9 +155,11 @@ class Collector:
             if loan.lent is None:
                 return
             output, target = loan.lent
+            weight = gradient.to(torch.promote_types(gradient.dtype, torch.float32))
             terms = criterion.terms(output, target)
+            if isinstance(terms, Tensor):  # one over a whole number would be float32
+                terms = terms.to(weight.dtype)
             if self._pass is None:
-                weight = gradient.to(torch.promote_types(gradient.dtype, torch.float32))
                 self._begin(Pass(torch.where(weight == 0, 0.0, terms / weight), terms))
             else:
                 self._pass.terms = self._pass.terms + terms
@@ -166,7 +168,7 @@ class Collector:
                 with torch.autocast(output.device.type, enabled=False):
                     self._ask(criterion, output, target)
 
-        loss.register_hook(begin)
+        loss.register_hook(Outside(begin))
 
     def _between_passes(self) -> None:
         """In a forward pass no backward pass is under way: one that is open has ended in an error."""
@@ -177,7 +179,7 @@ class Collector:
         if self.before_pass is not None:
             self.before_pass()
         self._pass = new
-        torch.autograd.Variable._execution_engine.queue_callback(self._end)
+        torch.autograd.Variable._execution_engine.queue_callback(Outside(self._end))
 
     def _end(self) -> None:
         """The backward pass is over; if it came by here at all, it counts."""

@@ -127,6 +127,17 @@ class Hook:
                     del hooks[key]
 
 
+class Outside:
+    """A hook in the graph. Where ``backward()`` is called in a compiled function it would be compiled as well."""
+
+    def __init__(self, function: Callable[..., None]) -> None:
+        self._function = function
+
+    @torch._disable_dynamo
+    def __call__(self, *args: Any) -> None:
+        self._function(*args)
+
+
 class Loan:
     """What a hook in the autograd graph holds of a batch; ``None`` once it was called back."""
 
@@ -225,7 +236,7 @@ class Probe:
         on_output, batch = self._on_output, self._batch
         for x in tensors(output):
             if x.requires_grad:
-                x.register_hook(lambda gradient: on_output(batch) if batch else None)
+                x.register_hook(Outside(lambda gradient: on_output(batch) if batch else None))
 
     def _before(self, module: nn.Module, args: tuple[Any, ...]) -> None:
         """A composite layer is called: remember what its forward pass depends on."""
@@ -277,11 +288,11 @@ class Probe:
                 on_delta(loan.lent, [bring(g) for bring, g in zip(layouts, gradients)])
 
         if len(places) > 1:
-            register_multi_grad_hook([place.tensor for place in places], deliver)
+            register_multi_grad_hook([place.tensor for place in places], Outside(deliver))
             return
         edge = places[0].edge
         number = edge.output_nr
-        edge.node.register_prehook(lambda gradients: deliver([gradients[number]]))
+        edge.node.register_prehook(Outside(lambda gradients: deliver([gradients[number]])))
 
     def _check_layout(self, module: nn.Module, rerun: Rerun, recomputed: bool) -> None:
         """Without a criterion samples are counted along the first dimension of the model's input."""

@@ -24,7 +24,7 @@ from torch.utils.hooks import RemovableHandle
 
 from quasidiag.layers.composite import Surroundings
 from quasidiag.outputs import OutputModel
-from quasidiag.probe import Hook, Loans, below, tensors
+from quasidiag.probe import Hook, Loans, Outside, below, tensors
 from quasidiag.reading import Reading
 
 Direction = Mapping[Tensor, Tensor]
@@ -145,7 +145,7 @@ class Replay:
                 before = loan.lent.weight
                 loan.lent.weight = gradient.detach() if before is None else before + gradient
 
-        loss.register_hook(backpropagated)
+        loss.register_hook(Outside(backpropagated))
 
     def _concerns(self, output: Tensor) -> bool:
         """Whether an output depends on a parameter of the model."""
@@ -204,13 +204,21 @@ class Replay:
         output = self._run(batch, {}, share)
         return output, batch.target[: len(output)], moved
 
-    def value(self, batch: Batch, parameters: Direction) -> Tensor:
-        """The loss on a whole minibatch, with these parameters in the place of the model's."""
+    def values(self, batch: Batch, start: Direction) -> tuple[Tensor, Tensor]:
+        """The loss of a minibatch as it was, and with the parameters ``start`` in the place of the model's.
+
+        In float64 from the outputs on: a loss has constants, which in float32 would hide what a small step does.
+        """
+        assert batch.reading is not None
+        now = batch.reading.of(batch.call.outputs)
+        return self._loss(batch, now, {}), self._loss(batch, self._run(batch, start), start)
+
+    def _loss(self, batch: Batch, output: Tensor, parameters: Direction) -> Tensor:
         named = self.criterion.named_parameters()
-        own = {name: parameters[p] for name, p in named if p in parameters}
-        given = self._run(batch, parameters), batch.target
+        own = {name: parameters.get(p, p).detach().double() for name, p in named}
+        target = batch.target.double() if batch.target.is_floating_point() else batch.target
         with torch.no_grad():
-            return functional_call(self.criterion, own, given)
+            return functional_call(self.criterion, own, (output.detach().double(), target))
 
     def samples(self) -> int:
         """How many samples the minibatches of this step have."""
