@@ -101,6 +101,13 @@ def test_diverged_steps_are_marked_in_the_grid() -> None:
     assert 'class="flag"' not in page
 
 
+def test_seeds_that_diverged_at_the_best_step_are_told() -> None:
+    runs = grid({1e-3: 0.3, 1e-2: 0.1, 1e-1: 0.2})
+    runs += [record(lr=1e-2, seed=seed, diverged=True) for seed in (1, 2)]
+    page = " ".join(render(runs, {}).split())
+    assert re.search(r'class="flag"[^>]*>2 of 3 seeds diverged', page)
+
+
 def test_step_sizes_are_written_as_powers_of_ten() -> None:
     page = render(grid({1e-3: 0.3, 2e-2: 0.1}), {})
     assert "10<sup>−3</sup>" in page

@@ -142,6 +142,11 @@ class Line:
         """The runs at the best step size; empty if every step size diverged."""
         return [] if self.best is None else self.at(self.best)
 
+    @property
+    def lost(self) -> int:
+        """How many of those diverged."""
+        return sum(run.diverged for run in self.chosen)
+
     def finals(self, name: str = "train_nll") -> list[float]:
         """The last value of one quantity at the best step size, one for each seed."""
         return [run.final(name) for run in self.chosen if not math.isnan(run.final(name))]
