@@ -59,20 +59,20 @@ static void tile(int64_t k, const float *x, const float *y, float *c, int64_t n,
     }
 }
 
-/* INPUTS columns of a - c and of its square, sample after sample; what is not there is 0. */
+/* INPUTS columns of a - c (where m0i is kept) and of its square, sample after sample; what is not there is 0. */
 static void pack_inputs(const problem *p, int64_t start, int64_t k, int64_t column, float *x, float *xx) {
     const int64_t there = least(p->n - column, INPUTS);
-    float c[INPUTS] = {0};
+    float c[INPUTS] = {0}, last[INPUTS] = {0};
     for (int64_t j = 0; p->shift && j < there; j++) c[j] = p->shift[column + j];
     for (int64_t s = 0; s < k; s++, x += INPUTS, xx += INPUTS) {
         const float *a = p->a + (start + s) * p->n + column;
-        if (there == INPUTS) {
+        if (there < INPUTS) a = memcpy(last, a, there * sizeof(float));
+        if (p->m0i)
 #pragma omp simd
             for (int64_t j = 0; j < INPUTS; j++) x[j] = a[j] - c[j], xx[j] = x[j] * x[j];
-        } else {
-            for (int64_t j = 0; j < INPUTS; j++)
-                x[j] = j < there ? a[j] - c[j] : 0.0f, xx[j] = x[j] * x[j];
-        }
+        else
+#pragma omp simd
+            for (int64_t j = 0; j < INPUTS; j++) xx[j] = (a[j] - c[j]) * (a[j] - c[j]);
     }
 }
 
