@@ -88,6 +88,21 @@ def test_a_dry_run_does_nothing(tmp_path, data_dir, capsys):
     assert not list(tmp_path.rglob("*.json"))
 
 
+def test_going_on_from_an_export_does_nothing_twice(tmp_path, data_dir, capsys):
+    words = ["reproduce", "eeg", "epochs=1", "--scale", "smoke", "--algorithms", "SGD"]
+    words += ["--jobs", "1", "--data-dir", data_dir]
+    assert main([*words, "--runs", str(tmp_path / "there")]) == 0
+    packed = str(tmp_path / "all.json.gz")
+    assert main(["export", str(tmp_path / "there"), packed]) == 0
+    capsys.readouterr()
+    assert main([*words, "--runs", str(tmp_path / "here"), "--from", packed, "--dry-run"]) == 0
+    out = capsys.readouterr().out
+    assert f"runs from {packed}" in out
+    assert "0 runs now" in out
+    assert main([*words, "--runs", str(tmp_path / "here"), "--from", "nowhere.json.gz"]) == 2
+    assert "not an export" in capsys.readouterr().err
+
+
 def test_run_trains_and_says_where(tmp_path, data_dir, capsys):
     words = ["run", "mnist", "-a", "QDOP", "--scale", "smoke", "layers=784,12,10", "epochs=2"]
     words += ["--runs", str(tmp_path), "--data-dir", data_dir]

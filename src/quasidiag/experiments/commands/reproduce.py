@@ -4,20 +4,17 @@ from __future__ import annotations
 
 import argparse
 import os
-import sys
 import time
 from pathlib import Path
 from typing import Any
 
-from .. import datasets, pool, tasks, timing
+from .. import datasets, pool, rounds, tasks, timing
 from ..algorithms import ALGORITHMS
-from ..config import Config, suggest
+from ..config import suggest
 from ..export import restore
-from ..progress import progress, table
+from ..progress import table
 from ..sweep import Sweep, interleaved
 from . import options
-
-STOPPED = 3
 
 
 def add_parser(subparsers: Any) -> None:
@@ -56,7 +53,10 @@ def run(arguments: argparse.Namespace) -> int:
         print(f"{restore(Path(arguments.export), root)} runs from {arguments.export}", flush=True)
     sweeps = _sweeps(arguments, names, settings, root, device, data_dir)
     if arguments.dry_run:
-        return _dry_run(sweeps, tasks.TIMING in names)
+        if tasks.TIMING in names:
+            print("timing: eight algorithms, interleaved")
+        rounds.announce(interleaved(sweeps))
+        return 0
     shared = pool.Settings(
         root,
         data_dir,
@@ -67,7 +67,12 @@ def run(arguments: argparse.Namespace) -> int:
     )
     if tasks.TIMING in names:  # first and alone: nothing else may share the machine with it
         timing.measure_and_write(root, device, arguments.scale, data_dir)
-    code = _rounds(sweeps, shared, arguments.jobs, arguments.dask)
+    code = rounds.until_done(
+        lambda: interleaved(sweeps),
+        lambda configs: pool.run_all(configs, shared, arguments.jobs, arguments.dask),
+        lambda name: tasks.find(name).select,
+        lambda: [sweep.write_summary() for sweep in sweeps],
+    )
     any_finished = [_show(sweep) for sweep in sweeps]
     return code or (0 if all(any_finished) else 1)
 
@@ -97,55 +102,6 @@ def _sweeps(
         Sweep(e, arguments.scale, root, found[e.dataset], device, settings, chosen)
         for e in experiments
     ]
-
-
-def _rounds(sweeps: list[Sweep], settings: pool.Settings, jobs: int, dask: str | None) -> int:
-    number = 0
-    while configs := interleaved(sweeps):
-        number += 1
-        errors, stopped = [], 0
-        with progress(f"round {number}", len(configs)) as advance:
-            for outcome in pool.run_all(configs, settings, jobs, dask):
-                if outcome.error is not None:
-                    errors.append(outcome)
-                elif outcome.result is None:
-                    stopped += 1
-                else:
-                    advance(_label(outcome.config) + _outcome(outcome, sweeps))
-        for sweep in sweeps:
-            sweep.write_summary()
-        if errors:
-            for outcome in errors[:3]:
-                print(f"{_label(outcome.config)} failed:\n{outcome.error}", file=sys.stderr)
-            print(f"{len(errors)} runs failed; the same command tries them again", file=sys.stderr)
-            return 1
-        if stopped:
-            print(f"time limit: {stopped} runs are unfinished; the same command goes on with them")
-            return STOPPED
-    return 0
-
-
-def _label(config: Config) -> str:
-    seed = f" seed {config.seed}" if config.seed else ""
-    return f"{config.experiment} {config.variant} {config.algorithm} lr={config.lr:g}{seed}"
-
-
-def _outcome(outcome: pool.Outcome, sweeps: list[Sweep]) -> str:
-    assert outcome.result is not None
-    select = tasks.find(outcome.config.experiment).select
-    value = outcome.result["final"].get(select)
-    shown = "not finite" if value is None else f"{value:.4g}"
-    return f": {outcome.result['status']}, {select} {shown}"
-
-
-def _dry_run(sweeps: list[Sweep], with_timing: bool) -> int:
-    configs = interleaved(sweeps)
-    for config in configs:
-        print(f"{config.id}  {_label(config)} epochs={config.epochs}")
-    if with_timing:
-        print("timing: eight algorithms, interleaved")
-    print(f"{len(configs)} runs now; step sizes beyond the grid and further seeds follow as needed")
-    return 0
 
 
 def _show(sweep: Sweep) -> bool:
