@@ -88,27 +88,33 @@ class Experiment:
         """The run of one algorithm at one step size."""
         if variant not in self.variants:
             raise suggest("variant", variant, self.variants)
-        size = self.scale(scale)
-        values: dict[str, Any] = {**self.options, **self.variants[variant]}
         return Config(
-            experiment=self.name,
             variant=variant,
             algorithm=algorithm,
             lr=lr,
             seed=seed,
-            scale=scale,
-            dataset=dataset or self.dataset,
-            layers=self.layers,
-            output=self.output,
-            epochs=size.epochs,
-            batch_size=size.batch_size,
-            train_size=size.train_size,
-            valid_size=size.valid_size,
-            eval_size=size.eval_size,
             gamma=known_gamma(algorithm),
             device=device,
-            **values,
+            **self.settings(variant, scale, dataset),
         )
+
+    def settings(self, variant: str, scale: str, dataset: str | None = None) -> dict[str, Any]:
+        """What all runs of a variant share."""
+        size = self.scale(scale)
+        return {
+            "experiment": self.name,
+            "scale": scale,
+            "dataset": dataset or self.dataset,
+            "layers": self.layers,
+            "output": self.output,
+            "epochs": size.epochs,
+            "batch_size": size.batch_size,
+            "train_size": size.train_size,
+            "valid_size": size.valid_size,
+            "eval_size": size.eval_size,
+            **self.options,
+            **self.variants.get(variant, {}),
+        }
 
     def grid(self, algorithm: str, scale: str) -> list[float]:
         """The step sizes that the search begins with, smallest first."""
