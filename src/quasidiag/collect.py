@@ -159,7 +159,10 @@ class Collector:
             terms = criterion.terms(output, target)
             if isinstance(terms, Tensor):  # one over a whole number would be float32
                 terms = terms.to(weight.dtype)
-            if self._pass is None:
+            if self._pass is None and gradient.is_cpu:
+                value = float(gradient)
+                self._begin(Pass(terms / value if value else 0.0, terms))
+            elif self._pass is None:
                 self._begin(Pass(torch.where(weight == 0, 0.0, terms / weight), terms))
             else:
                 self._pass.terms = self._pass.terms + terms

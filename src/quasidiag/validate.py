@@ -179,10 +179,11 @@ def trainable(parameters: Iterable[Tensor], name: Any) -> None:
 
 def one_device(block: Any) -> None:
     """The parameters of a block lie on one device."""
-    devices = {str(p.device) for p in block.parameters}
+    devices = {p.device for p in block.parameters}
     if len(devices) > 1:
+        names = ", ".join(sorted(map(str, devices)))
         raise ValueError(
-            f"the weight and the bias of {block.name} are on different devices ({', '.join(sorted(devices))}): a "
+            f"the weight and the bias of {block.name} are on different devices ({names}): a "
             "unit's block must be on one"
         )
 
