@@ -119,6 +119,11 @@ def apart(first: Sequence[Record], second: Sequence[Record], name: str = "train_
     return float(np.exp(np.median(np.abs(np.log(a[:length] / b[:length])))))
 
 
+def distance(factor: float) -> str:
+    """The factor between two curves in words."""
+    return f"a factor {factor:.3g} apart" if math.isfinite(factor) else "one of the runs diverged"
+
+
 def beats(rival: str) -> Callable[[Evidence], Iterator[Check]]:
     """Every seed of every quasi-diagonal algorithm ends below every seed of the rival."""
 
@@ -149,13 +154,13 @@ def sigmoid_is_tanh(evidence: Evidence) -> Iterator[Check]:
         return apart(sigmoid.chosen, tanh.at(sigmoid.best))
 
     sgd = factor("SGD")
-    beside = "" if sgd is None else f"; SGD's a factor {sgd:.3g}"
+    beside = "" if sgd is None else f"; SGD: {distance(sgd)}"
     for name in QUASI_DIAGONAL:
         value = factor(name)
         if value is None:
             yield Check(name, "no runs", None)
         else:
-            yield Check(name, f"a factor {value:.3g} apart{beside}", value <= SAME)
+            yield Check(name, f"{distance(value)}{beside}", value <= SAME)
 
 
 def one_sample_is_enough(evidence: Evidence) -> Iterator[Check]:
@@ -171,9 +176,7 @@ def one_sample_is_enough(evidence: Evidence) -> Iterator[Check]:
         ours, theirs = sampled.finals(name), exact.finals(name)
         better = max(ours, default=math.inf) <= min(theirs, default=math.inf)
         factor = apart(sampled.chosen, exact.chosen, name)
-        measured = (
-            f"a factor {factor:.3g} apart; ends at {over_seeds(ours)}, exact {over_seeds(theirs)}"
-        )
+        measured = f"{distance(factor)}; ends at {over_seeds(ours)}, exact {over_seeds(theirs)}"
         yield Check(str(task), measured, bool(better or factor <= SAME))
     if not compared:
         yield Check("QDMCNat beside QDNat", "no runs", None)
@@ -272,7 +275,7 @@ def inversion(evidence: Evidence) -> Iterator[Check]:
             yield Check(label, "no runs", None)
             continue
         factors = {lr: apart(given.at(lr), inverted.at(lr)) for lr in shared if inverted.at(lr)}
-        measured = ", ".join(f"a factor {factors[lr]:.3g} at {lr:g}" for lr in factors)
+        measured = ", ".join(f"{distance(factors[lr])} at {lr:g}" for lr in factors)
         same = [factor <= SAME for factor in factors.values()]
         if not same:
             yield Check(label, "no runs at the same step size", None)
