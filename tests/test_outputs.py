@@ -206,3 +206,14 @@ def test_a_count_that_stays_on_the_device_is_not_rounded(metric: str) -> None:
         optimizer.step()
         ends.append([p.detach() for p in model.parameters()])
     torch.testing.assert_close(*ends, rtol=1e-13, atol=1e-13)
+
+
+@pytest.mark.parametrize("metric", ["outer-product", "monte-carlo", "exact", "backpropagated"])
+def test_a_single_class_is_nothing_to_learn(metric: str) -> None:
+    model, loss = mlp(4, 6, 1), qd.Categorical()
+    before = [p.detach().clone() for p in model.parameters()]
+    optimizer = qd.Riemannian(model, loss, lr=0.1, metric=metric)
+    x, _ = batch("categorical", 8, 4, 1)
+    loss(model(x), torch.zeros(8, dtype=torch.long)).backward()
+    optimizer.step()
+    assert all(torch.equal(p, q) for p, q in zip(model.parameters(), before))

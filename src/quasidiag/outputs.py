@@ -141,12 +141,16 @@ class Categorical(OutputModel):
 
     def vectors(self, output: Tensor) -> Tensor:
         # The columns of the Cholesky factor, one fewer than classes: the rank. Each class against those after it.
+        if output.shape[-1] == 1:  # nothing to know: a Fisher matrix of zero
+            return torch.zeros_like(output).unsqueeze(0)
         p, root, after = self._factors(output)
         vectors = (-p.unsqueeze(-2) / after.unsqueeze(-1)).triu(1)
         vectors.diagonal(dim1=-2, dim2=-1).fill_(1.0)
         return (root.unsqueeze(-1) * vectors).movedim(-2, 0)
 
     def each_vector(self, output: Tensor) -> Iterator[Tensor]:
+        if output.shape[-1] == 1:
+            yield from self.vectors(output)
         p, root, after = self._factors(output)
         part = (root / after).neg_()
         del after  # as large as the output, as all of these
