@@ -1,20 +1,22 @@
 r"""The step without a learning rate: length and momentum from the exact quadratic model.
 
-With the Riemannian gradient :math:`d = M^{-1} g` and the previous update :math:`δ_-`, the step is
-:math:`δ = -α d + μ δ_-` with the :math:`(α, μ)` that minimise
+With a direction :math:`d`, the averaged gradient with its strengths equalised in the coordinates of the metric
+(:mod:`quasidiag.orthogonal`), and the previous update :math:`δ_-`, the step is :math:`δ = -α d + μ δ_-` with the
+:math:`(α, μ)` that minimise
 
 .. math:: g^⊤ δ + \tfrac12 δ^⊤ (F + λ M) δ,
 
 where :math:`F` is the Fisher matrix of the minibatch itself, no approximation: :math:`u^⊤ F v = ‹Ju, F_\text{out} Jv›`
-needs the derivatives of the outputs along two directions only. The damping :math:`λ` follows the ratio of actual to
-predicted decrease (Levenberg–Marquardt), the actual one on the next minibatch, which the step has not seen; a step that
-did harm there is taken back. All of these numbers are geometric, so the step depends on how inputs and
-activities are encoded no more than :math:`d` does. Parameters outside of every block have no metric, only a diagonal
-rule of another scale: they make a direction of their own, with a third coefficient.
+needs the derivatives of the outputs along two directions only. The damping :math:`λ` rises while the loss does: each
+step is judged on the next minibatch, which it has not seen, and one that did great harm there is taken back. All of
+these numbers are geometric, so the step depends on how inputs and activities are encoded no more than :math:`d` does.
+Parameters outside of every block have no metric, only a diagonal rule of another scale: they make a direction of their
+own, with a third coefficient.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -22,20 +24,28 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from quasidiag import distributed
+from quasidiag import distributed, orthogonal, together
+from quasidiag.blocks import DiagonalBlock
+from quasidiag.orthogonal import Pair
 from quasidiag.outputs import OutputModel
 from quasidiag.replay import Batch, Replay
+from quasidiag.sums import dtype_of
 
 if TYPE_CHECKING:
     from quasidiag.optimizer import Riemannian
 
 Direction = Mapping[Tensor, Tensor]
 
-#: A ratio of actual to predicted decrease above this lets the damping fall by this factor, one below 0 lets it rise.
-GOOD, DECAY = 0.25, 0.95
-#: A step that raised the loss by this much more than it was to lower it is taken back, and the damping multiplied.
-HARM, RETREAT = 1.0, 4.0
-DAMPING = 1e-6, 1e4
+#: How much of the gradient's average survives a step.
+AVERAGING = 0.8
+#: What the steps did to the loss is summed up over about this many of them. The sum is a rise if it is more than this
+#: part of what noise would make of it; the damping then rises by a factor a step, else it falls by one.
+STEPS, NOISE, RISE, DECAY = 50, 0.5, 1.2, 0.95
+#: Of the damping, relative to the curvature along the usual step.
+BOUNDS = 0.01, 10.0
+#: A step that raised the loss by this part of what the undamped model was to lower it is taken back, and the damping
+#: multiplied at least.
+HARM, RETREAT = 0.5, 2.0
 #: Relative, on the diagonal of the system of the coefficients: the directions may coincide.
 RIDGE = 1e-6
 
@@ -45,14 +55,19 @@ class Report:
     r"""What the last step did.
 
     Attributes:
-        alpha: :math:`α`, the length along the Riemannian gradient.
+        alpha: :math:`α`, the length along the new direction.
         mu: :math:`μ`, the momentum.
         other: the length along the direction of the parameters that are in no block.
         damping: :math:`λ`.
         predicted: the change of the loss that the quadratic model expected of the last step.
+        promise: how much the step would lower the model at a factor of 1 if nothing were damped.
         actual: the change that the step before brought, on the minibatch after it.
         ratio: of that to what was predicted.
+        trend: the sum of such changes, older ones counting less.
+        spread: the variance that this sum would have if they were noise.
         length: the step's length in the metric, :math:`δ^⊤ M δ`.
+        curvature: of the loss along it, relative to that, :math:`δ^⊤ F δ / δ^⊤ M δ`.
+        usual: the average of such curvatures.
         steps: steps so far.
         retreats: how many of them were taken back.
         factor: the ``lr`` that the last step was multiplied by.
@@ -64,9 +79,14 @@ class Report:
     other: float = 0.0
     damping: float = 1.0
     predicted: float = 0.0
+    promise: float = 0.0
     actual: float = float("nan")
     ratio: float = float("nan")
+    trend: float = 0.0
+    spread: float = 0.0
     length: float = 0.0
+    curvature: float = 0.0
+    usual: float = 0.0
     steps: int = 0
     retreats: int = 0
     factor: float = 1.0
@@ -120,8 +140,16 @@ class QuadraticModel:
         metric = self._metric(directions, images)
         best = minimiser(linear, fisher + self.report.damping * metric) * factor
         self.report.predicted = float(linear @ best + 0.5 * best @ fisher @ best)
+        self.report.promise = -0.5 * float(linear @ best) / factor if factor else 0.0
         self.report.length = float(best @ metric @ best)
+        self._curved(float(best @ fisher @ best))
         return best.tolist()
+
+    def _curved(self, form: float) -> None:
+        report = self.report
+        if report.length > 0:
+            report.curvature = form / report.length
+            report.usual += (report.curvature - report.usual) / min(report.steps + 1, STEPS)
 
     def _metric(
         self, directions: Sequence[Direction], images: Sequence[Direction | None]
@@ -174,24 +202,28 @@ class QuadraticModel:
         """
         report = self.report
         start = {p: p.detach() - u.to(p.dtype) for p, u in update.items()}
-        pairs = [(w * b.loss, w * self.replay.value(b, start)) for w, b in self.replay.weighted()]
-        now, before = (torch.stack(values).sum().double().cpu() for values in zip(*pairs))
-        now, before = _mean(torch.stack([now, before]), ranks)
+        pairs = [torch.stack(self.replay.values(b, start)) * w for w, b in self.replay.weighted()]
+        now, before = _mean(torch.stack(pairs).sum(0).cpu(), ranks)
         if not before.isfinite():
             return False  # the data are to blame
         report.actual = float(now - before)
         report.ratio = report.actual / -abs(report.predicted) if report.predicted else 0.0
-        low, high = DAMPING
-        harm = not report.ratio > -HARM
-        if harm:
-            # 1/α is the curvature that the step found, relative to M: damped by as much, the next is half as long.
-            found = report.factor / report.alpha if report.alpha > 0 else low
-            report.damping = min(max(report.damping * RETREAT, found), high)
-        elif report.ratio > GOOD:
-            report.damping = max(report.damping * DECAY, low)
-        elif report.ratio < 0:
-            report.damping = min(report.damping / DECAY, high)
-        return harm
+        if not report.actual < HARM * report.promise:
+            # Damped by as much as the loss was curved along it, the step would have been half as long.
+            self._damp(max(report.damping * RETREAT, report.curvature))
+            report.trend = report.spread = 0.0
+            return True
+        # On its own minibatch every step is good, and on the next one nearly every second is bad: what counts is the sum.
+        fade = 1 - 1 / STEPS
+        report.trend = fade * report.trend + report.actual
+        report.spread = fade**2 * report.spread + report.actual**2
+        rises = report.trend > NOISE * math.sqrt(report.spread)
+        self._damp(report.damping * (RISE if rises else DECAY))
+        return False
+
+    def _damp(self, damping: float) -> None:
+        low, high = (bound * self.report.usual for bound in BOUNDS)
+        self.report.damping = min(max(damping, low), high)
 
 
 def retreat_(optimizer: Riemannian, model: QuadraticModel) -> bool:
@@ -212,23 +244,65 @@ def retreat_(optimizer: Riemannian, model: QuadraticModel) -> bool:
     return True
 
 
+def propose(
+    optimizer: Riemannian, gradient: Direction
+) -> tuple[dict[Tensor, Tensor], dict[Tensor, Tensor]]:
+    """The new direction *d*, from the averaged gradient, and its image *Md*."""
+    averaged = {p: _average_(optimizer.state[p], g) for p, g in gradient.items()}
+    direction: dict[Tensor, Tensor] = {}
+    image: dict[Tensor, Tensor] = {}
+    for block in optimizer._blocks:
+        if any(p in gradient for p in block.parameters):
+            given = [averaged.get(p, torch.zeros_like(p)) for p in block.parameters]
+            d, v = _of_block(optimizer, block, given)
+            direction |= {p: w for p, w in zip(block.parameters, d) if p in gradient}
+            image |= {p: w for p, w in zip(block.parameters, v) if p in gradient}
+    assert optimizer.criterion is not None
+    for p, fisher in optimizer.criterion.parameter_fisher().items():
+        if p in gradient:
+            direction[p], image[p] = averaged[p] / fisher, averaged[p]
+    for p, w in together.others(optimizer):
+        direction[p], image[p] = w, gradient[p]
+    return direction, image
+
+
+def _of_block(optimizer: Riemannian, block: DiagonalBlock, given: list[Tensor]) -> Pair:
+    group, state = optimizer._group[block.home], optimizer.state
+    given = [v.to(dtype_of(block, state)) for v in given]
+    whole = all(p.grad is not None for p in block.parameters)
+    if optimizer.orthogonal and whole and block.mixes:
+        return orthogonal.step(block, state, given)
+    solve = block.solve if whole else block.solve_part
+    d = solve(state, given, group["eps"], group["floor"])
+    units = block.parameters[0].shape[0]
+    return orthogonal.of_length(d, given, units) if optimizer.orthogonal else (d, given)
+
+
+def _average_(state: dict[str, Any], g: Tensor) -> Tensor:
+    """The average with this gradient, and once more with it (Nesterov). Its scale, short at first, does not matter."""
+    average = state.setdefault("average", torch.zeros_like(g))
+    average.lerp_(g, 1 - AVERAGING)
+    return average.lerp(g, 1 - AVERAGING)
+
+
 def descend_(optimizer: Riemannian, model: QuadraticModel) -> None:
     r""":math:`θ ← θ - α d + μ δ_-`. A group's ``lr`` multiplies the whole step of its parameters."""
     ranks = None if optimizer._exchange is None else optimizer._exchange.group
     factors = {p: float(group["lr"]) for p, group in optimizer._group.items()}
     factor = max(factors.values())
-    direction: dict[Tensor, Tensor] = dict(optimizer._directions())
-    gradient: Direction = {p: optimizer._gradient(p) for p in direction}
+    gradient: Direction = {
+        p: optimizer._gradient(p) for p in optimizer._group if p.grad is not None
+    }
+    direction, image = propose(optimizer, gradient)
     previous = {
         p: optimizer.state[p]["update"] for p in direction if "update" in optimizer.state[p]
     }
-    image: Direction = gradient
     if any(factors[p] != factor for p in direction):
         # The directions of a group with a smaller factor are that much shorter, and so are their images.
         ratio = {p: factors[p] / factor for p in direction}
         direction = {p: u.mul_(ratio[p]) for p, u in direction.items()}
         previous = {p: u * ratio[p] for p, u in previous.items()}
-        image = {p: g * ratio[p] for p, g in gradient.items()}
+        image = {p: v * ratio[p] for p, v in image.items()}
     others = set(optimizer._others)
     known = {p: u for p, u in direction.items() if p not in others}
     other = {p: u for p, u in direction.items() if p in others}

@@ -11,6 +11,8 @@ class Defaults(NamedTuple):
     """What an argument that is not given means, by the kind of step."""
 
     lr: float
+    metric: str
+    orthogonal: bool
     gamma: float
     eps: float
     metric_start: str | int
@@ -22,8 +24,24 @@ SAFEGUARD = (0.1, 0.01, 0.1)
 #: ``fixed`` is the paper's. With ``auto`` the ``lr`` is a factor, the metric starts as a plain average, and what keeps
 #: the solve away from zero is relative.
 DEFAULTS = {
-    "fixed": Defaults(lr=1e-2, gamma=0.01, eps=1e-8, metric_start="first", safeguard=None),
-    "auto": Defaults(lr=1.0, gamma=0.02, eps=0.0, metric_start=1_000_000, safeguard=SAFEGUARD),
+    "fixed": Defaults(
+        lr=1e-2,
+        metric="outer-product",
+        orthogonal=False,
+        gamma=0.01,
+        eps=1e-8,
+        metric_start="first",
+        safeguard=None,
+    ),
+    "auto": Defaults(
+        lr=1.0,
+        metric="monte-carlo",
+        orthogonal=True,
+        gamma=0.02,
+        eps=0.0,
+        metric_start=1_000_000,
+        safeguard=SAFEGUARD,
+    ),
 }
 
 

@@ -3,6 +3,7 @@ r"""The optimizer: :math:`θ ← θ - η M^{-1} v` with the metric's moving aver
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterator
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
@@ -48,7 +49,8 @@ class Riemannian(Saved):
         lr: the step size :math:`η`, a number or a tensor. Without one the step is ``"auto"``.
         step: ``"fixed"``, or ``"auto"``: length and momentum come from the exact quadratic model of the loss
             (:mod:`quasidiag.auto`), nothing needs tuning, and ``lr`` is a factor of 1 that schedulers may lower.
-        metric: ``"outer-product"``, ``"monte-carlo"``, ``"exact"`` or ``"backpropagated"``.
+        metric: ``"outer-product"``, ``"monte-carlo"``, ``"exact"`` or ``"backpropagated"``; the first by default, the
+            second with ``step="auto"``.
         reduction: ``"quasi-diagonal"``, ``"diagonal"`` or ``"unitwise"``.
         gamma: the weight of each new minibatch in the moving average: 0.01, or 0.02 with ``step="auto"``.
         eps: added to the metric's diagonal: 1e-8, or 0 with ``step="auto"``, which has relative safeguards instead.
@@ -68,6 +70,8 @@ class Riemannian(Saved):
             ``"reduce"`` one position with the average activity.
         metric_fraction: the share of each minibatch that enters the metric.
         step_fraction: the share of each minibatch on which ``step="auto"`` measures its quadratic model.
+        orthogonal: whether ``step="auto"`` gives all directions of a layer's gradient the same strength
+            (:mod:`quasidiag.orthogonal`), as it does by default; else it follows the Riemannian gradient itself.
         safeguard: bounds on the metric relative to the mean of its unit and of its layer
             (:func:`quasidiag.reductions.safeguarded`), or ``None`` for none; by default only ``step="auto"`` has them.
         loss_reduction: ``"mean"`` or ``"sum"``; what the loss does over the batch, where there is no criterion.
@@ -97,7 +101,7 @@ class Riemannian(Saved):
         *,
         lr: float | Tensor | None = None,
         step: str | None = None,
-        metric: str = "outer-product",
+        metric: str | None = None,
         reduction: str = "quasi-diagonal",
         gamma: float | None = None,
         eps: float | None = None,
@@ -112,6 +116,7 @@ class Riemannian(Saved):
         metric_every: int = 1,
         metric_fraction: float = 1.0,
         step_fraction: float = 1.0,
+        orthogonal: bool | None = None,
         safeguard: str | tuple[float, float, float] | None = "default",
         loss_reduction: str = "mean",
         loss_scale: LossScale = 1.0,
@@ -126,6 +131,7 @@ class Riemannian(Saved):
         validate.one_of("step", step, DEFAULTS)
         preset = DEFAULTS[step]
         lr = preset.lr if lr is None else lr
+        metric = preset.metric if metric is None else metric
         gamma = preset.gamma if gamma is None else gamma
         eps = preset.eps if eps is None else eps
         metric_start = preset.metric_start if metric_start is None else metric_start
@@ -142,13 +148,16 @@ class Riemannian(Saved):
             step_fraction=step_fraction,
         )
         validate.one_of("foreach", foreach, (None, True, False))
-        validate.criterion(criterion, metric, loss_reduction)
         if step == "auto":
             validate.auto(model, criterion, capturable)
+        elif orthogonal:
+            raise ValueError("orthogonal directions have no length: only step='auto' has them")
+        validate.criterion(criterion, metric, loss_reduction)
         self.auto = auto.Report() if step == "auto" else None
         self.safeguard = (
             preset.safeguard if safeguard == "default" else validate.safeguard(safeguard)
         )
+        self.orthogonal = preset.orthogonal if orthogonal is None else orthogonal
         self.step_fraction = step_fraction
         self.model, self.criterion = model, criterion
         self.metric, self.reduction, self.metric_start = metric, reduction, metric_start
@@ -292,9 +301,11 @@ class Riemannian(Saved):
                     parameter.grad.copy_(w)
         self._forget()
 
-    def _full_precision(self) -> torch.autocast:
+    def _full_precision(self) -> AbstractContextManager[object]:
         """The metric is kept and inverted in its own precision, also when called under autocast."""
-        return torch.autocast(next(iter(self._group)).device.type, enabled=False)
+        device = next(iter(self._group)).device.type
+        on = torch.is_autocast_enabled(device)
+        return torch.autocast(device, enabled=False) if on else nullcontext()
 
     def moments(self, layer: nn.Module | nn.Parameter) -> Moments:
         """The moments of a layer's units, averaged so far; of one block of an LSTM or an attention, by its weight."""
@@ -442,8 +453,6 @@ class Riemannian(Saved):
         gradients = [[local(self._gradient(p)).to(dtype) for p in b.parameters] for b in batch]
         if len(batch) > 1:
             solved = block.solve_together(batch, self.state, gradients, *damping)
-            if self.auto is not None:  # which keeps them
-                solved = [[w.clone() for w in ws] for ws in solved]
         else:
             rows, state = rows_of(block, self.state)
             whole = all(p.grad is not None for p in block.parameters)

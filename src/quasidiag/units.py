@@ -52,6 +52,9 @@ class _Unshifted(Adapter):
     def __init__(self, inner: Adapter) -> None:
         self.inner = inner
 
+    def mixes(self, module: nn.Module) -> bool:
+        return self.inner.mixes(module)
+
     def rows(self, module: nn.Module, weight: Tensor) -> Tensor:
         return self.inner.rows(module, weight)
 

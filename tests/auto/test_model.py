@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 import quasidiag as qd
 from nets import OUTPUTS, STD, batch, criterion, linear_layers, mlp
-from quasidiag.auto import minimiser
+from quasidiag.auto import AVERAGING, DECAY, RETREAT, RISE, minimiser
 from quasidiag.reductions import safeguarded
 from quasidiag.reference import completion
 
@@ -63,9 +63,10 @@ def test_coefficients_minimise_the_dense_quadratic_model(
     output: str, metric: str, bounds: str
 ) -> None:
     model, loss = mlp(*SIZES, activation="tanh"), criterion(output)
-    optimizer = qd.Riemannian(model, loss, metric=metric, safeguard=SAFEGUARDS[bounds])
+    safeguard = SAFEGUARDS[bounds]
+    optimizer = qd.Riemannian(model, loss, metric=metric, safeguard=safeguard, orthogonal=False)
     assert optimizer.auto is not None
-    previous, length = None, 0.0
+    previous, length, average = None, 0.0, torch.zeros(())
     for _ in range(4):
         x, t = batch(output, 40, SIZES[0], SIZES[-1])
         fisher = dense_fisher(output, model, x)
@@ -76,7 +77,8 @@ def test_coefficients_minimise_the_dense_quadratic_model(
         taken = flat(model.parameters()) - before
         metric_ = dense_metric(optimizer)
         g = flat(p.grad for p in model.parameters())
-        d = torch.linalg.solve(metric_, g)
+        average = AVERAGING * average + (1 - AVERAGING) * g
+        d = torch.linalg.solve(metric_, AVERAGING * average + (1 - AVERAGING) * g)
         columns = [d] if previous is None else [d, previous]
         span = torch.stack(columns, dim=1)
         damped = span.T @ metric_ @ span
@@ -96,10 +98,11 @@ def test_coefficients_minimise_the_dense_quadratic_model(
 
 def test_actual_decrease_is_that_of_samples_the_step_has_not_seen() -> None:
     model, loss = mlp(*SIZES), criterion("categorical")
-    optimizer = qd.Riemannian(model, loss)
+    optimizer = qd.Riemannian(model, loss, lr=0.1, step="auto")
     report = optimizer.auto
     assert report is not None
     last: dict[Tensor, Tensor] = {}
+    trend = spread = usual = 0.0
     for step in range(8):
         x, t = batch("categorical", 40, SIZES[0], SIZES[-1], seed=step)
         optimizer.zero_grad()
@@ -118,9 +121,37 @@ def test_actual_decrease_is_that_of_samples_the_step_has_not_seen() -> None:
         if step:
             assert report.actual == pytest.approx(float((now - then).detach()))
             assert report.ratio == pytest.approx(report.actual / predicted)
-            falls, rises = report.damping < damping, report.damping > damping
-            assert (falls, rises) == (report.ratio > 0.25, report.ratio < 0)
+            trend = 0.98 * trend + report.actual
+            assert report.trend == pytest.approx(trend)
+            spread = 0.98**2 * spread + report.actual**2
+            change = RISE if trend > 0.5 * spread**0.5 else DECAY
+            assert report.damping == pytest.approx(max(damping * change, 0.01 * usual))
+        usual = report.usual
     assert report.retreats == 0
+
+
+def test_the_damping_rises_with_the_loss() -> None:
+    """A rise that is more than noise, over several steps, none of which is bad enough to be taken back."""
+    model, loss = mlp(*SIZES), criterion("categorical")
+    optimizer = qd.Riemannian(model, loss)
+    report = optimizer.auto
+    assert report is not None
+    x, t = batch("categorical", 40, SIZES[0], SIZES[-1])
+    for step in range(3):
+        optimizer.zero_grad()
+        loss(model(x), t).backward()
+        damping = report.damping
+        report.promise = 1e3
+        if step:  # as if it had been the other way round
+            with torch.no_grad():
+                for p in model.parameters():
+                    p.sub_(2 * optimizer.state[p]["update"])
+                    optimizer.state[p]["update"].neg_()
+            optimizer.zero_grad()
+            loss(model(x), t).backward()
+        optimizer.step()
+    assert report.actual > 0 and report.retreats == 0
+    assert report.damping == pytest.approx(damping * RISE)
 
 
 def test_a_step_that_did_harm_is_taken_back() -> None:
@@ -139,7 +170,7 @@ def test_a_step_that_did_harm_is_taken_back() -> None:
             push = torch.full_like(p, 1e3)
             p.add_(push)
             optimizer.state[p]["update"].add_(push)
-    damping = max(4 * report.damping, 1 / report.alpha)
+    damping = min(max(RETREAT * report.damping, report.curvature), 10 * report.usual)
     metric = optimizer.moments(model[0]).mii.clone()
     optimizer.zero_grad()
     loss(model(x), t).backward()
@@ -175,7 +206,8 @@ def test_learned_deviations_enter_the_model() -> None:
         predicted = g @ taken + 0.5 * taken @ fisher @ taken
         torch.testing.assert_close(optimizer.auto.predicted, float(predicted))
         if previous is None:
-            expected = -optimizer.auto.alpha * g[-3:] / 2
+            averaged = (1 - AVERAGING**2) * g[-3:]
+            expected = -optimizer.auto.alpha * averaged / 2
             torch.testing.assert_close(taken[-3:], expected)
         previous = taken
 
@@ -187,7 +219,7 @@ def test_ignored_targets_do_not_count() -> None:
     found = []
     for inputs, targets in ((x, mixed), (x[1::2], t[1::2])):
         model, loss = mlp(*SIZES), qd.Categorical()
-        optimizer = qd.Riemannian(model, loss, safeguard=None)
+        optimizer = qd.Riemannian(model, loss, metric="exact", safeguard=None)
         for _ in range(3):
             optimizer.zero_grad()
             loss(model(inputs), targets).backward()

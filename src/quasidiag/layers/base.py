@@ -57,6 +57,10 @@ class Adapter:
         """The gradient of the bias, one number a unit."""
         return g.reshape(-1, g.shape[-1]).sum(0)
 
+    def mixes(self, module: nn.Module) -> bool:
+        """Whether all units see the same inputs, so that the rows form one matrix (:mod:`quasidiag.orthogonal`)."""
+        return False
+
     def rows(self, module: nn.Module, weight: Tensor) -> Tensor:
         """The weight (or anything of its shape) as ``[units, inputs]``; a view wherever one exists."""
         return weight.flatten(1)

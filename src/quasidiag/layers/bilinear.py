@@ -25,6 +25,9 @@ class BilinearAdapter(Adapter):
         x1, x2 = a.split([module.in1_features, module.in2_features], dim=-1)
         return x1, x2
 
+    def mixes(self, module: nn.Module) -> bool:
+        return True
+
     def weight_grad(self, module: nn.Module, a: Tensor, g: Tensor) -> Tensor:
         x1, x2 = self._both(module, a.flatten(0, -2))
         return torch.einsum("nk,ni,nj->kij", g.flatten(0, -2), x1, x2)

@@ -23,6 +23,9 @@ class _Convolution(Adapter, ABC):
     def activity(self, module: nn.Module, args: tuple[Any, ...]) -> Tensor:
         return need_batch(module, args[0], module.weight.dim())  # type: ignore[operator]
 
+    def mixes(self, module: nn.Module) -> bool:
+        return module.groups == 1
+
     def bias_grad(self, module: nn.Module, g: Tensor) -> Tensor:
         return g.flatten(2).sum((0, 2))
 

@@ -19,6 +19,9 @@ class LinearAdapter(Adapter):
     def activity(self, module: nn.Module, args: tuple[Any, ...]) -> Tensor:
         return need_batch(module, args[0], 2)
 
+    def mixes(self, module: nn.Module) -> bool:
+        return True
+
     def weight_grad(self, module: nn.Module, a: Tensor, g: Tensor) -> Tensor:
         return g.flatten(0, -2).T @ a.flatten(0, -2)
 

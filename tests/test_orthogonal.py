@@ -1,0 +1,119 @@
+"""Directions of equal strength: the polar factor, in coordinates that do not depend on the encoding."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import quasidiag as qd
+from nets import batch, linear_layers, mlp
+from quasidiag.auto import AVERAGING
+from quasidiag.orthogonal import newton_schulz, of_length
+
+SHAPES = [(6, 6), (4, 9), (9, 4), (1, 5), (5, 1)]
+
+
+def matrix(*shape: int) -> Tensor:
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+def test_singular_values_come_near_one_and_directions_stay(shape: tuple[int, int]) -> None:
+    x = matrix(*shape)
+    p, _, q = torch.linalg.svd(x, full_matrices=False)
+    found = newton_schulz(x)
+    inside = p.T @ found @ q.T  # diagonal: the singular directions are those of x
+    torch.testing.assert_close(p @ inside @ q, found)
+    torch.testing.assert_close(inside, torch.diag(inside.diagonal()))
+    assert inside.diagonal().min() > 0.6 and inside.diagonal().max() < 1.3
+
+
+def test_neither_scale_nor_rotation_matters() -> None:
+    x, turn = matrix(5, 7), torch.linalg.qr(matrix(7, 7))[0]
+    torch.testing.assert_close(newton_schulz(1e-9 * x), newton_schulz(x))
+    torch.testing.assert_close(newton_schulz(x @ turn), newton_schulz(x) @ turn)
+
+
+def test_no_gradient_no_direction() -> None:
+    assert newton_schulz(torch.zeros(3, 4)).abs().max() == 0
+    step, image = of_length([torch.zeros(3)], [torch.zeros(3)], 3)
+    assert step[0].abs().max() == 0 == image[0].abs().max()
+
+
+def test_length_in_the_metric() -> None:
+    v, m = matrix(6), matrix(6).square() + 0.1
+    step, image = of_length([v / m], [v], 6)
+    assert float((m * step[0].square()).sum()) == pytest.approx(6)
+    torch.testing.assert_close(image[0], m * step[0])
+
+
+def slow_direction(optimizer: qd.Riemannian, layer: nn.Linear, v: Tensor) -> Tensor:
+    """The step of a layer from its moments, unit by unit; ``v: [units, 1 + inputs]``, the bias first."""
+    moments = optimizer.moments(layer)
+    assert moments.m00 is not None and moments.m0i is not None and moments.mii is not None
+    mean = moments.m0i / moments.m00.unsqueeze(1)
+    deviation = (moments.mii - mean * moments.m0i).sqrt()
+    rows = [
+        torch.cat([v[k, :1] / moments.m00[k].sqrt(), (v[k, 1:] - mean[k] * v[k, 0]) / deviation[k]])
+        for k in range(len(v))
+    ]
+    u = newton_schulz(torch.stack(rows)) * max(1.0, v.shape[0] / v.shape[1]) ** 0.5
+    weights = u[:, 1:] / deviation
+    bias = u[:, 0] / moments.m00.sqrt() - (mean * weights).sum(1)
+    return torch.cat([bias.unsqueeze(1), weights], dim=1)
+
+
+def test_the_step_is_the_averaged_gradient_with_its_strengths_equalised() -> None:
+    model, loss = mlp(5, 6, 3, activation="tanh"), qd.Categorical()
+    optimizer = qd.Riemannian(model, loss, metric="exact", safeguard=None)
+    averages = [
+        torch.zeros(layer.out_features, 1 + layer.in_features) for layer in linear_layers(model)
+    ]
+    previous: list[Tensor] | None = None
+    for seed in range(3):
+        x, t = batch("categorical", 40, 5, 3, seed=seed)
+        before = [joint(layer, "data") for layer in linear_layers(model)]
+        optimizer.zero_grad()
+        loss(model(x), t).backward()
+        optimizer.step()
+        report = optimizer.auto
+        assert report is not None and report.retreats == 0
+        taken = [joint(y, "data") - b for y, b in zip(linear_layers(model), before)]
+        for i, layer in enumerate(linear_layers(model)):
+            g = joint(layer, "grad")
+            averages[i] = AVERAGING * averages[i] + (1 - AVERAGING) * g
+            v = AVERAGING * averages[i] + (1 - AVERAGING) * g
+            expected = -report.alpha * slow_direction(optimizer, layer, v)
+            if previous is not None:
+                expected += report.mu * previous[i]
+            torch.testing.assert_close(taken[i], expected, rtol=1e-6, atol=1e-9)
+        previous = taken
+
+
+def joint(layer: nn.Linear, what: str) -> Tensor:
+    parts = [getattr(p, what).clone() for p in (layer.bias, layer.weight)]
+    return torch.cat([parts[0].unsqueeze(1), parts[1]], dim=1)
+
+
+def test_only_layers_whose_units_see_the_same_inputs_are_matrices() -> None:
+    model = nn.Sequential(
+        nn.Conv2d(2, 4, 3),
+        nn.Conv2d(4, 4, 3, groups=2),
+        nn.BatchNorm2d(4),
+        nn.Flatten(),
+        nn.Linear(16, 3),
+    )
+    optimizer = qd.Riemannian(model, qd.Categorical())
+    assert [block.mixes for block in optimizer._blocks] == [True, False, False, True]
+    x, t = torch.randn(20, 2, 6, 6), torch.randint(3, (20,))
+    for _ in range(3):
+        optimizer.zero_grad()
+        optimizer.criterion(model(x), t).backward()
+        optimizer.step()
+    assert all(p.isfinite().all() for p in model.parameters())
+
+
+def test_a_given_lr_has_no_orthogonal_directions() -> None:
+    with pytest.raises(ValueError, match="only step='auto'"):
+        qd.Riemannian(nn.Linear(2, 2), lr=0.1, orthogonal=True)
