@@ -24,6 +24,7 @@ class _Convolution(Adapter, ABC):
         return need_batch(module, args[0], module.weight.dim())  # type: ignore[operator]
 
     def mixes(self, module: nn.Module) -> bool:
+        assert isinstance(module, _ConvNd)
         return module.groups == 1
 
     def bias_grad(self, module: nn.Module, g: Tensor) -> Tensor:
