@@ -3,10 +3,12 @@
 from quasidiag import reference
 from quasidiag.adagrad import AdaGrad
 from quasidiag.diagnostics import Diagnostics, diagnostics
+from quasidiag.langevin import Langevin
 from quasidiag.layers import Adapter, register_layer
 from quasidiag.moments import Moments
 from quasidiag.optimizer import Riemannian
 from quasidiag.outputs import Bernoulli, Categorical, Gaussian, LearnedGaussian, OutputModel
+from quasidiag.posterior import Posterior
 from quasidiag.presets import DOP, QDOP, DMCNat, DNat, QDMCNat, QDNat
 from quasidiag.reductions import qd_rank_one_update, qd_solve
 
@@ -21,9 +23,11 @@ __all__ = [
     "DNat",
     "Diagnostics",
     "Gaussian",
+    "Langevin",
     "LearnedGaussian",
     "Moments",
     "OutputModel",
+    "Posterior",
     "QDMCNat",
     "QDNat",
     "Riemannian",

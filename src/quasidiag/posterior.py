@@ -1,0 +1,54 @@
+"""Parameters kept along the way of :class:`quasidiag.Langevin`, and what they predict together."""
+
+from __future__ import annotations
+
+from itertools import chain
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.func import functional_call
+
+
+class Posterior:
+    r"""Samples of a model's parameters. Predictions are averaged over them, :math:`p(t|x) = \frac1K \sum_k p(t|x, θ_k)`::
+
+        posterior = Posterior(model)
+        for step, (x, t) in enumerate(batches):
+            ...
+            optimizer.step()
+            if step >= burn_in and step % 50 == 0:
+                posterior.collect()
+        probabilities = posterior(x).softmax(-1).mean(0)  # a classifier
+        mean, std = posterior(x).mean(0), posterior(x).std(0)  # a regressor, its own noise apart
+
+    Args:
+        model: the model that is sampled. It is left as it is.
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        self.model = model
+        #: Parameters and buffers by name, a dictionary for each sample; save and load it as you like.
+        self.samples: list[dict[str, Tensor]] = []
+
+    def collect(self) -> None:
+        """Keep a copy of the parameters and buffers as they are now."""
+        now = chain(self.model.named_parameters(), self.model.named_buffers())
+        self.samples.append({name: value.detach().clone() for name, value in now})
+
+    def __len__(self) -> int:
+        return len(self.samples)
+
+    @torch.no_grad()
+    def __call__(self, *args: Any, **kwargs: Any) -> Tensor:
+        """The outputs of every sample, ``[samples, *output.shape]``, in evaluation mode."""
+        if not self.samples:
+            raise RuntimeError("there is no sample yet: call collect() now and then while training")
+        modes = {module: module.training for module in self.model.modules()}
+        self.model.eval()
+        try:
+            outputs = [functional_call(self.model, s, args, kwargs) for s in self.samples]
+        finally:
+            for module, training in modes.items():
+                module.training = training
+        return torch.stack(outputs)
