@@ -13,8 +13,8 @@
 #include "native.h"
 
 /* A tile is UNITS x INPUTS and takes 12 of AVX2's 16 registers. SAMPLES x INPUTS numbers are half of a first-level
- * cache, GROUP panels of UNITS x SAMPLES part of a second-level one, COLUMNS panels of inputs part of the last. */
-enum { LANES = 8, UNITS = 6, INPUTS = 2 * LANES, SAMPLES = 256, GROUP = 24, COLUMNS = 128 };
+ * cache, GROUP panels of UNITS x SAMPLES most of a second-level one, COLUMNS panels of inputs part of the last. */
+enum { LANES = 8, UNITS = 6, INPUTS = 2 * LANES, SAMPLES = 256, GROUP = 72, COLUMNS = 128 };
 
 typedef float vector __attribute__((vector_size(4 * LANES)));
 typedef float loose __attribute__((vector_size(4 * LANES), aligned(4)));
