@@ -13,17 +13,14 @@ from typing import Any
 
 import torch
 
-from quasidiag.experiments import datasets, pool
+from quasidiag.experiments import datasets, pool, rounds
 from quasidiag.experiments.commands import options
-from quasidiag.experiments.config import Config, suggest
-from quasidiag.experiments.progress import progress
+from quasidiag.experiments.config import suggest
 from quasidiag.experiments.runs import read_json, write_json
 
 from . import tasks
 from .contenders import CONTENDERS, OURS, installed
 from .plan import Plan, ordered
-
-STOPPED = 3
 
 
 def add_parser(subparsers: Any) -> None:
@@ -78,12 +75,13 @@ def run(arguments: argparse.Namespace) -> int:
         for task in map(tasks.find, names)
     ]
     if arguments.dry_run:
-        return _dry_run(plans)
+        rounds.announce(ordered(plans))
+        return 0
     code = 0
     if arguments.time:
         _time(plans, Path(root), deadline)
     elif not arguments.summary:
-        code = _rounds(plans, pool.Settings(root, data_dir, deadline), arguments.jobs)
+        code = _run_all(plans, pool.Settings(root, data_dir, deadline), arguments.jobs)
     _sum_up(plans, Path(root), Path(arguments.out or Path(root) / "race"))
     return code
 
@@ -102,51 +100,14 @@ def _dataset(name: str, data_dir: str | None) -> str:
     return datasets.digits(data_dir)[0] if name == "mnist" else name
 
 
-def _rounds(plans: Sequence[Plan], settings: pool.Settings, jobs: int) -> int:
+def _run_all(plans: Sequence[Plan], settings: pool.Settings, jobs: int) -> int:
     from .train import work
 
-    number = 0
-    while configs := ordered(plans):
-        number += 1
-        errors, stopped = [], 0
-        with progress(f"round {number}", len(configs)) as advance:
-            for outcome in pool.run_all(configs, settings, jobs, work=work):
-                if outcome.error is not None:
-                    errors.append(outcome)
-                    print(f"{_label(outcome.config)} failed", flush=True)
-                elif outcome.result is None:
-                    stopped += 1
-                else:
-                    advance(f"{_label(outcome.config)}: {_ending(outcome)}")
-        if errors:
-            for outcome in errors[:3]:
-                print(f"{_label(outcome.config)} failed:\n{outcome.error}", file=sys.stderr)
-            print(f"{len(errors)} runs failed; the same command tries them again", file=sys.stderr)
-            return 1
-        if stopped:
-            print(f"time limit: {stopped} runs are unfinished; the same command goes on with them")
-            return STOPPED
-    return 0
-
-
-def _label(config: Config) -> str:
-    seed = f" seed {config.seed}" if config.seed else ""
-    return f"{config.experiment} {config.algorithm} {config.variant} {config.lr:g}{seed}"
-
-
-def _ending(outcome: pool.Outcome) -> str:
-    assert outcome.result is not None
-    value = outcome.result["final"].get(tasks.find(outcome.config.experiment).select)
-    shown = "not finite" if value is None else f"{value:.4g}"
-    return f"{outcome.result['status']}, {shown}, {outcome.result['seconds']:.1f} s"
-
-
-def _dry_run(plans: Sequence[Plan]) -> int:
-    configs = ordered(plans)
-    for config in configs:
-        print(f"{config.id}  {_label(config)} epochs={config.epochs}")
-    print(f"{len(configs)} runs now; step sizes beyond the grid and further seeds follow as needed")
-    return 0
+    return rounds.until_done(
+        lambda: ordered(plans),
+        lambda configs: pool.run_all(configs, settings, jobs, work=work),
+        lambda name: tasks.find(name).select,
+    )
 
 
 def _time(plans: Sequence[Plan], root: Path, deadline: float | None) -> None:

@@ -81,30 +81,13 @@ class Task(Experiment):
         device: str = "cpu",
     ) -> RaceConfig:
         """The run of one contender at one step size; those for robustness take a fifth of the epochs."""
-        size = self.scale(scale)
-        epochs, batch_size = size.epochs, size.batch_size
+        settings = {**self.settings(variant, scale, dataset), "network": self.network}
         if variant in ROBUSTNESS:
-            epochs = max(1, epochs // 5)
+            settings["epochs"] = max(1, settings["epochs"] // 5)
         if variant.startswith("batch-"):
-            batch_size = int(variant.removeprefix("batch-"))
+            settings["batch_size"] = int(variant.removeprefix("batch-"))
         return RaceConfig(
-            experiment=self.name,
-            variant=variant,
-            algorithm=algorithm,
-            lr=lr,
-            seed=seed,
-            scale=scale,
-            dataset=dataset or self.dataset,
-            layers=self.layers,
-            output=self.output,
-            epochs=epochs,
-            batch_size=batch_size,
-            train_size=size.train_size,
-            valid_size=size.valid_size,
-            eval_size=size.eval_size,
-            device=device,
-            network=self.network,
-            **{**self.options, **self.variants.get(variant, {})},
+            variant=variant, algorithm=algorithm, lr=lr, seed=seed, device=device, **settings
         )
 
     def grid(self, algorithm: str, scale: str) -> list[float]:
