@@ -42,8 +42,8 @@ class Langevin(Riemannian):
         lr: the step size :math:`η`. The noise of minibatches of size :math:`B` is small beside this one as long as
             :math:`η ≪ 2B/N`.
         data_size: :math:`N`, the number of terms that the mean loss over the whole training set has.
-        prior: the prior's standard deviation :math:`σ_0`, or ``"fan-in"``: a unit's bias has a standard deviation of 1, its
-            weights of :math:`1/\sqrt{\text{inputs}}`. A param group may have its own.
+        prior: the prior's standard deviation :math:`σ_0`. That of a unit's weights is :math:`σ_0/\sqrt{\text{inputs}}`, so
+            that it means the same in narrow and wide layers. A param group may have its own.
         temperature: :math:`T`; below 1 the posterior is sharpened, at 0 there is no noise.
         options: those of :class:`Riemannian` for a given ``lr``, but momentum, weight decay and ``eps``. The metric is
             ``"monte-carlo"`` unless you say otherwise or there is no criterion.
@@ -56,7 +56,7 @@ class Langevin(Riemannian):
         *,
         lr: float | Tensor | None = None,
         data_size: int | None = None,
-        prior: float | str = "fan-in",
+        prior: float = 3.0,
         temperature: float = 1.0,
         **options: Any,
     ) -> None:
@@ -99,10 +99,9 @@ class Langevin(Riemannian):
         }
 
     def _precision(self, parameter: Tensor) -> float:
-        r""":math:`1/(N σ_0^2)`."""
-        prior = self._group[parameter]["prior"]
-        fan_in = self._inputs.get(parameter, 1)  # type: ignore[call-overload]
-        return (fan_in if prior == "fan-in" else prior**-2) / self.data_size
+        r""":math:`1/(N σ_0^2)`, with the inputs of a unit above the line for its weights."""
+        inputs = self._inputs.get(parameter, 1)  # type: ignore[call-overload]
+        return inputs / (self.data_size * self._group[parameter]["prior"] ** 2)
 
     def _gradient(self, parameter: Tensor) -> Tensor:
         """The gradient of the mean loss and of the prior, as a share of one sample."""
@@ -228,6 +227,6 @@ def _check(group: dict[str, Any]) -> None:
             raise ValueError(
                 f"Langevin samples the posterior of its prior, and {name} would make that another one: leave it out"
             )
-    prior = group["prior"]
-    if prior != "fan-in" and not (isinstance(prior, (int, float)) and 0 < prior < math.inf):
-        raise ValueError(f"prior must be 'fan-in' or a positive standard deviation, not {prior!r}")
+    validate.number("prior", group["prior"])
+    if not group["prior"]:
+        raise ValueError("prior must be positive: it is a standard deviation")
