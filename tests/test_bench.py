@@ -109,6 +109,12 @@ def test_peers_that_fail_are_reported_not_fatal() -> None:
     assert "Broken failed: RuntimeError: not today" in show._race(found)
 
 
+def test_a_peer_that_takes_too_long_is_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(measure, "LONGEST", -1.0)
+    calls, _, failed = measure._prepare(mlp((20, 5), 4), {"SGD": contenders.PAPER["SGD"]})
+    assert not calls and failed["SGD"].startswith("left out, its first step took")
+
+
 def test_peers_run_in_a_race_of_their_own() -> None:
     preset = presets.PRESETS["smoke"]()
     preset.curves.clear()

@@ -106,7 +106,8 @@ def plot(results: dict[str, Any], path: Path) -> None:
     grid = figure.add_gridspec(2 if curves else 1, 12, hspace=0.45, wspace=3.0)
     for i, race in enumerate(races):
         width = 12 // len(races)
-        _bars(figure.add_subplot(grid[0, i * width : (i + 1) * width]), race)
+        left = i * width + (i > 0)  # room for the names
+        _bars(figure.add_subplot(grid[0, left : (i + 1) * width]), race)
     for i, curve in enumerate(curves):
         width = 12 // len(curves)
         _lines(figure.add_subplot(grid[1, i * width : (i + 1) * width]), curve, legend=i == 0)
@@ -123,7 +124,7 @@ def _bars(axes: Any, race: dict[str, Any]) -> None:
     entries = sorted(race["contenders"].items(), key=lambda item: -item[1]["ratio"])
     names = [name for name, _ in entries]
     ratios = [e["ratio"] for _, e in entries]
-    ours = [("floor" in e) and name != "SGD" for name, e in entries]
+    ours = [name != "SGD" and ("floor" in e or "(auto)" in name) for name, e in entries]
     axes.barh(names, ratios, color=["#3b6ea5" if own else "#b8bec7" for own in ours], height=0.7)
     floors = race["base"] == "SGD"  # they are counted from SGD's own
     for y, (_, e) in enumerate(entries):
