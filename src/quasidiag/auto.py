@@ -44,8 +44,8 @@ STEPS, NOISE, RISE, DECAY = 50, 0.5, 1.2, 0.95
 #: Of the damping, relative to the curvature along the usual step.
 BOUNDS = 0.01, 10.0
 #: A step that raised the loss by this part of what the undamped model was to lower it is taken back, and the damping
-#: multiplied at least.
-HARM, RETREAT = 0.5, 2.0
+#: raised so that the next one is shorter, by this factor at most.
+HARM, SHORTEST = 0.5, 0.1
 #: Relative, on the diagonal of the system of the coefficients: the directions may coincide.
 RIDGE = 1e-6
 
@@ -77,7 +77,7 @@ class Report:
     alpha: float = 0.0
     mu: float = 0.0
     other: float = 0.0
-    damping: float = 1.0
+    damping: float = 0.0
     predicted: float = 0.0
     promise: float = 0.0
     actual: float = float("nan")
@@ -138,6 +138,10 @@ class QuadraticModel:
         numbers = _mean(torch.cat([linear, fisher.flatten()]), ranks)
         linear, fisher = numbers[:k], numbers[k:].view(k, k)
         metric = self._metric(directions, images)
+        if (
+            self.report.damping is None
+        ):  # half the first step is enough to learn how long the next may be
+            self.report.damping = float(fisher[0, 0] / metric[0, 0]) if metric[0, 0] > 0 else 0.0
         best = minimiser(linear, fisher + self.report.damping * metric) * factor
         self.report.predicted = float(linear @ best + 0.5 * best @ fisher @ best)
         self.report.promise = -0.5 * float(linear @ best) / factor if factor else 0.0
@@ -209,8 +213,10 @@ class QuadraticModel:
         report.actual = float(now - before)
         report.ratio = report.actual / -abs(report.predicted) if report.predicted else 0.0
         if not report.actual < HARM * report.promise:
-            # Damped by as much as the loss was curved along it, the step would have been half as long.
-            self._damp(max(report.damping * RETREAT, report.curvature))
+            # The parabola through what is known has its minimum at this part of the step, for a curvature that much larger.
+            part = report.promise / (report.actual + 2 * report.promise)
+            part = max(part, SHORTEST) if math.isfinite(report.actual) else SHORTEST
+            self._damp((report.curvature + report.damping) / part - report.curvature)
             report.trend = report.spread = 0.0
             return True
         # On its own minibatch every step is good, and on the next one nearly every second is bad: what counts is the sum.

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 import quasidiag as qd
 from nets import OUTPUTS, STD, batch, criterion, linear_layers, mlp
-from quasidiag.auto import AVERAGING, DECAY, RETREAT, RISE, minimiser
+from quasidiag.auto import AVERAGING, DECAY, RISE, SHORTEST, minimiser
 from quasidiag.reductions import safeguarded
 from quasidiag.reference import completion
 
@@ -170,7 +170,8 @@ def test_a_step_that_did_harm_is_taken_back() -> None:
             push = torch.full_like(p, 1e3)
             p.add_(push)
             optimizer.state[p]["update"].add_(push)
-    damping = min(max(RETREAT * report.damping, report.curvature), 10 * report.usual)
+    curvature = report.curvature
+    damping = min((curvature + report.damping) / SHORTEST - curvature, 10 * report.usual)
     metric = optimizer.moments(model[0]).mii.clone()
     optimizer.zero_grad()
     loss(model(x), t).backward()
