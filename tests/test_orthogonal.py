@@ -66,7 +66,7 @@ def slow_direction(optimizer: qd.Riemannian, layer: nn.Linear, v: Tensor) -> Ten
 
 def test_the_step_is_the_averaged_gradient_with_its_strengths_equalised() -> None:
     model, loss = mlp(5, 6, 3, activation="tanh"), qd.Categorical()
-    optimizer = qd.Riemannian(model, loss, metric="exact", safeguard=None)
+    optimizer = qd.Riemannian(model, loss, lr=0.1, step="auto", metric="exact", safeguard=None)
     averages = [
         torch.zeros(layer.out_features, 1 + layer.in_features) for layer in linear_layers(model)
     ]

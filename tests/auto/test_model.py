@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from typing import Any
 
 import pytest
@@ -170,13 +171,15 @@ def test_a_step_that_did_harm_is_taken_back() -> None:
             push = torch.full_like(p, 1e3)
             p.add_(push)
             optimizer.state[p]["update"].add_(push)
-    curvature = report.curvature
-    damping = min((curvature + report.damping) / SHORTEST - curvature, 10 * report.usual)
+    before = copy.copy(report)
     metric = optimizer.moments(model[0]).mii.clone()
     optimizer.zero_grad()
     loss(model(x), t).backward()
     optimizer.step()
-    assert report.retreats == 1 and report.damping == pytest.approx(damping)
+    part = before.promise / (report.actual + 2 * before.promise)
+    assert 0 < part < 1 and report.retreats == 1
+    longer = (before.curvature + before.damping) / max(part, SHORTEST) - before.curvature
+    assert report.damping == pytest.approx(min(longer, 10 * before.usual))
     torch.testing.assert_close(optimizer.moments(model[0]).mii, metric, rtol=0, atol=0)
     torch.testing.assert_close([p.detach() for p in model.parameters()], good, rtol=1e-9, atol=1e-9)
     optimizer.zero_grad()
@@ -248,12 +251,12 @@ def test_what_has_no_metric_gets_a_coefficient_of_its_own() -> None:
     plain = qd.Riemannian(plain_model, loss)
     x, t = batch("categorical", 40, SIZES[0], SIZES[-1])
     for net, rule in ((model, optimizer), (plain_model, plain)):
-        for _ in range(8):
+        for _ in range(30):
             rule.zero_grad()
             loss(net(x), t).backward()
             rule.step()
     assert optimizer.auto is not None and plain.auto is not None
-    assert abs(optimizer.auto.other) < 1e-2 < optimizer.auto.alpha
+    assert abs(optimizer.auto.other) < optimizer.auto.alpha
     assert model.temperature[0] != 0 and model.temperature[1] == 0
     assert float(loss(model(x), t)) < 1.5 * float(loss(plain_model(x), t))
 
