@@ -20,6 +20,7 @@ SMALL = {
     "character_gpt": dict(steps=60, batch=8),
     "convolutional": dict(epochs=2, digits=2000),
     "huggingface_trainer": dict(epochs=2, digits=1000),
+    "langevin": dict(steps=200, curve_steps=100),
     "learned_noise": dict(epochs=4),
     "lightning_module": dict(epochs=2, digits=2000),
     "plain_pytorch": dict(epochs=2, digits=2000),

@@ -206,7 +206,33 @@ def autoencoder() -> None:
     save("autoencoder")
 
 
-FIGURES = {f.__name__: f for f in (metric, descent, twins, autoencoder)}
+def langevin() -> None:
+    """What examples/langevin.py predicts of its curve: mean and 90 % band, the networks themselves thin."""
+    sys.path.insert(0, str(ASSETS.parent.parent / "examples"))
+    import langevin as example
+
+    found = example.regression(2000)
+    grid = torch.linspace(-1, 1, 400)
+    _, both = plt.subplots(1, 2, figsize=(9, 3.8), sharey=True)
+    names = [name for name in found if name != "one network"]
+    for axes, name, color in zip(both, names, (ADAM, QUASI)):
+        outputs, points = found[name][0].squeeze(-1), found[name][1]
+        std = (outputs.var(0, correction=0) + example.NOISE**2).sqrt()
+        mean = outputs.mean(0)
+        axes.fill_between(
+            grid, mean - 1.645 * std, mean + 1.645 * std, color=color, alpha=0.2, lw=0
+        )
+        axes.plot(grid, outputs[:: max(1, len(outputs) // 12)].T, color=color, lw=0.6, alpha=0.6)
+        axes.plot(grid, mean, color=color, lw=2)
+        axes.plot(grid, example.truth(grid), color="#555555", lw=1.2, ls="--")
+        axes.plot(*points.T, ".", color="black", ms=6)
+        score = example.judge_curve(found[name][0])
+        axes.set(title=f"{name}\n{score}", xlabel="x", ylim=(-1.8, 1.8))
+        print(name, score)
+    save("langevin")
+
+
+FIGURES = {f.__name__: f for f in (metric, descent, twins, autoencoder, langevin)}
 
 if __name__ == "__main__":
     for wanted in sys.argv[1:] or FIGURES:
