@@ -90,7 +90,7 @@ def judge_curve(outputs: Tensor) -> str:
     nll -= each.logsumexp(1).mean().item()
     std = (outputs.var(0, correction=0) + NOISE**2).sqrt()
     covered = ((targets - outputs.mean(0)).abs() < 1.645 * std).float().mean().item()
-    return f"NLL {nll:6.2f}, a 90 % band covers {covered:.0%}"
+    return f"NLL {nll:.2f}, a 90 % band covers {covered:.0%}"
 
 
 def classifier() -> nn.Sequential:
