@@ -43,7 +43,7 @@ AVERAGING = 0.8
 STEPS, NOISE, RISE, DECAY = 50, 0.5, 1.2, 0.95
 #: Of the damping, relative to the curvature along the usual step.
 BOUNDS = 0.01, 10.0
-#: A step that raised the loss by this part of what the undamped model was to lower it is taken back, and the damping
+#: A step that raised the loss by this part of what it was to lower it (with its damping) is taken back, and the damping
 #: raised so that the next one is shorter, by this factor at most.
 HARM, SHORTEST = 0.5, 0.1
 #: Relative, on the diagonal of the system of the coefficients: the directions may coincide.
@@ -60,7 +60,7 @@ class Report:
         other: the length along the direction of the parameters that are in no block.
         damping: :math:`λ`.
         predicted: the change of the loss that the quadratic model expected of the last step.
-        promise: how much the step would lower the model at a factor of 1 if nothing were damped.
+        promise: how much the damped model is lowered by that step at a factor of 1.
         actual: the change that the step before brought, on the minibatch after it.
         ratio: of that to what was predicted.
         trend: the sum of such changes, older ones counting less.
@@ -205,6 +205,8 @@ class QuadraticModel:
         On its own minibatch every step looks good: with more parameters than samples, the model of the loss fits them.
         """
         report = self.report
+        if not report.promise > 0:
+            return False
         start = {p: p.detach() - u.to(p.dtype) for p, u in update.items()}
         pairs = [torch.stack(self.replay.values(b, start)) * w for w, b in self.replay.weighted()]
         now, before = _mean(torch.stack(pairs).sum(0).cpu(), ranks)
@@ -254,7 +256,8 @@ def propose(
     optimizer: Riemannian, gradient: Direction
 ) -> tuple[dict[Tensor, Tensor], dict[Tensor, Tensor]]:
     """The new direction *d*, from the averaged gradient, and its image *Md*."""
-    averaged = {p: _average_(optimizer.state[p], g) for p, g in gradient.items()}
+    others = set(optimizer._others)
+    averaged = {p: _average_(optimizer.state[p], g) for p, g in gradient.items() if p not in others}
     direction: dict[Tensor, Tensor] = {}
     image: dict[Tensor, Tensor] = {}
     for block in optimizer._blocks:
@@ -319,7 +322,11 @@ def descend_(optimizer: Riemannian, model: QuadraticModel) -> None:
         gradient, directions, [*images, None][: len(directions)], factor, ranks
     )
     mu = best[len(fresh)] if previous else 0.0
-    for u, coefficient in zip(fresh, best):
+    for p in optimizer._group:
+        optimizer.state[p].pop(
+            "update", None
+        )  # of a step before the last, where there is no new one
+    for u, coefficient in zip(fresh, best if any(best) else []):
         for p, w in u.items():
             w.mul_(coefficient)
             if p in previous:

@@ -71,7 +71,8 @@ class Riemannian(Saved):
         metric_fraction: the share of each minibatch that enters the metric.
         step_fraction: the share of each minibatch on which ``step="auto"`` measures its quadratic model.
         orthogonal: whether ``step="auto"`` gives all directions of a layer's gradient the same strength
-            (:mod:`quasidiag.orthogonal`), as it does by default; else it follows the Riemannian gradient itself.
+            (:mod:`quasidiag.orthogonal`), as it does by default; else it follows the Riemannian gradient itself. In
+            such layers ``eps`` and ``floor`` do not count; the unitwise reduction has none.
         safeguard: bounds on the metric relative to the mean of its unit and of its layer
             (:func:`quasidiag.reductions.safeguarded`), or ``None`` for none; by default only ``step="auto"`` has them.
         loss_reduction: ``"mean"`` or ``"sum"``; what the loss does over the batch, where there is no criterion.
@@ -369,7 +370,7 @@ class Riemannian(Saved):
 
     def _update_metric(self) -> None:
         r""":math:`M ← (1-γ) M + γ M_b`."""
-        if not self._collector.due:
+        if not (self._collector.due and self._blocks):
             return
         factor = self._collector.factor()
         if self._exchange is not None:

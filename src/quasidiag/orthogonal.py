@@ -37,7 +37,9 @@ def newton_schulz(matrix: Tensor, iterations: int = ITERATIONS) -> Tensor:
     half = matrix.is_cuda and matrix.dtype == torch.float32
     x = matrix.bfloat16() if half else matrix
     x = x.T if len(x) > x.shape[1] else x
-    x = x / x.norm().clamp_min(torch.finfo(x.dtype).tiny)
+    tiny = torch.finfo(x.dtype).tiny
+    x = x / x.abs().amax().clamp_min(tiny)  # or the squares of a gradient that has faded underflow
+    x = x / x.norm().clamp_min(tiny)
     for _ in range(iterations):
         gram = x @ x.T
         x = torch.addmm(x, torch.addmm(gram, gram, gram, beta=b, alpha=c), x, beta=a)

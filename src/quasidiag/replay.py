@@ -74,9 +74,10 @@ class Batch:
 
     @property
     def intact(self) -> bool:
-        """Whether nobody has written into the arguments or the target since."""
+        """Whether nobody has written into the arguments, the outputs or the target since."""
         arguments = _versions(self.call.arguments) == self.call.entered
-        return arguments and _versions(self.target) == self.version
+        outputs = [x._version for x in self.call.outputs] == self.call.versions
+        return arguments and outputs and _versions(self.target) == self.version
 
 
 class Replay:
@@ -166,8 +167,8 @@ class Replay:
             )
         if not all(batch.intact for batch in self._used):
             raise RuntimeError(
-                "step='auto' runs the model on the minibatch again, and its input or target was changed in place since "
-                "the forward pass (or by it): write into them after the step, or give the model a copy"
+                "step='auto' runs the model on the minibatch again, and its input, output or target was changed in "
+                "place since the forward pass (or by it): write into them after the step, or give the model a copy"
             )
 
     @property

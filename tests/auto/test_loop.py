@@ -104,6 +104,76 @@ def test_a_group_with_factor_zero_stays() -> None:
     assert all(p.isfinite().all() for p in model.parameters())
 
 
+def test_a_warm_up_may_begin_at_zero() -> None:
+    model, loss, x, t = problem()
+    optimizer = qd.Riemannian(model, loss)
+    scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: min(1.0, step / 4))
+    first = float(loss(model(x), t).detach())
+    for _ in range(12):
+        train(model, loss, optimizer, x, t)
+        scheduler.step()
+    assert float(loss(model(x), t).detach()) < first
+
+
+def test_a_layer_that_rests_is_left_alone() -> None:
+    """Also when the step of the others is taken back."""
+    model, loss, x, t = problem()
+    optimizer = qd.Riemannian(model, loss)
+    train(model, loss, optimizer, x, t, 3)
+    model[0].requires_grad_(False)
+    train(model, loss, optimizer, x, t, 1)  # whatever the last step did to it is judged now
+    kept = [p.detach().clone() for p in model[0].parameters()]
+    for _ in range(4):
+        with torch.no_grad():
+            for p in model[2].parameters():
+                push = torch.zeros_like(p)
+                push[0] = 50.0
+                p.add_(push)
+                optimizer.state[p].get("update", push.clone()).add_(push)
+        train(model, loss, optimizer, x, t)
+    assert optimizer.auto is not None and optimizer.auto.retreats
+    assert all(torch.equal(p, q) for p, q in zip(model[0].parameters(), kept))
+
+
+def test_a_gradient_that_has_faded_away() -> None:
+    """Its average underflows in the end, and the weights stay finite."""
+    model, loss = nn.Sequential(nn.Linear(4, 5), nn.ReLU(), nn.Linear(5, 3)), qd.Categorical()
+    _, _, x, t = problem()
+    optimizer = qd.Riemannian(model, loss)
+    train(model, loss, optimizer, x.float(), t, 2)
+    with torch.no_grad():
+        model[0].bias.fill_(-1e3)  # all units are dead
+    train(model, loss, optimizer, x.float(), t, 400)
+    assert all(p.isfinite().all() for p in model.parameters())
+
+
+def test_an_output_that_was_written_into_is_an_error() -> None:
+    model, loss, x, t = problem()
+    optimizer = qd.Riemannian(model, loss)
+    output = model(x)
+    loss(output, t).backward()
+    output.detach().sigmoid_()
+    with pytest.raises(RuntimeError, match="changed in place"):
+        optimizer.step()
+
+
+@pytest.mark.filterwarnings("ignore:.*diagonal rule")
+def test_a_model_without_any_known_layer() -> None:
+    class Plain(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.weight = nn.Parameter(torch.zeros(4, 3, dtype=torch.float64))
+
+        def forward(self, x: Tensor) -> Tensor:
+            return x @ self.weight
+
+    model, (_, loss, x, t) = Plain(), problem()
+    optimizer = qd.Riemannian(model, loss)
+    first = float(loss(model(x), t).detach())
+    train(model, loss, optimizer, x, t, 20)
+    assert float(loss(model(x), t).detach()) < first
+
+
 # ------------------------------------------------ Accumulation and mixed precision
 
 
@@ -257,7 +327,6 @@ WORKER = """
 import sys, torch
 import quasidiag as qd
 from nets import batch, mlp
-from quasidiag.auto import AVERAGING
 
 torch.set_num_threads(1)
 start, stop, load, save = int(sys.argv[1]), int(sys.argv[2]), sys.argv[3], sys.argv[4]

@@ -14,7 +14,7 @@ import quasidiag as qd
 from quasidiag.cli import main
 from quasidiag.experiments import pool
 from quasidiag.experiments.runs import RunDir
-from quasidiag.race import contenders, networks, summary, tables, tasks
+from quasidiag.race import contenders, levels, networks, summary, tables, tasks
 from quasidiag.race.contenders import OURS
 from quasidiag.race.plan import Plan, ordered
 from quasidiag.race.tasks import RaceConfig
@@ -186,6 +186,15 @@ def test_the_comparison_of_known_curves():
     assert rows["SGD"]["levels"]["1.0"] == {"loss": 8, "steps": 200, "seconds": None}
 
 
+def test_steps_to_a_level_are_counted_one_by_one(data_dir):
+    config = tasks.find("eeg").config("constant", OURS, 1.0, scale="smoke")
+    trainer, twin = (RaceTrainer(replace(config, train_size=100), data_dir) for _ in range(2))
+    seen = [loss for _, loss in levels._losses(twin, "train_error", 8)]
+    level = min(seen)
+    found = levels.steps_to(trainer, "train_error", [1e9, level, -1.0], 8)
+    assert found == {"1e+09": 1, f"{level:.6g}": 1 + seen.index(level)}
+
+
 def test_the_command_races_sums_up_and_draws(tmp_path, data_dir, capsys):
     words = ["race", "eeg", *TINY, "--contenders", f"{OURS},AdamW,SGD", "--scale", "smoke"]
     words += ["--jobs", "1", "--runs", str(tmp_path), "--data-dir", data_dir]
@@ -194,6 +203,8 @@ def test_the_command_races_sums_up_and_draws(tmp_path, data_dir, capsys):
     assert main(words) == 0
     assert main([*words, "--dry-run"]) == 0
     assert "0 runs now" in capsys.readouterr().out
+    assert main([*words, "--levels"]) == 0
+    assert "eeg: " in capsys.readouterr().out
     out = tmp_path / "race"
     found = json.loads((out / "summary.json").read_text())
     names = [OURS, f"{OURS}, cosine", "AdamW", "SGD"]
