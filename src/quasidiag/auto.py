@@ -138,10 +138,6 @@ class QuadraticModel:
         numbers = _mean(torch.cat([linear, fisher.flatten()]), ranks)
         linear, fisher = numbers[:k], numbers[k:].view(k, k)
         metric = self._metric(directions, images)
-        if (
-            self.report.damping is None
-        ):  # half the first step is enough to learn how long the next may be
-            self.report.damping = float(fisher[0, 0] / metric[0, 0]) if metric[0, 0] > 0 else 0.0
         best = minimiser(linear, fisher + self.report.damping * metric) * factor
         self.report.predicted = float(linear @ best + 0.5 * best @ fisher @ best)
         self.report.promise = -0.5 * float(linear @ best) / factor if factor else 0.0
