@@ -20,6 +20,8 @@ from test_model import dense_metric, flat
 
 def trained(steps: int = 4, **options: object) -> tuple[nn.Sequential, qd.Riemannian]:
     model, loss = mlp(5, 6, 3, activation="tanh"), qd.Categorical()
+    # By default without an lr, but with steps that are short enough to be kept.
+    options = {"lr": 0.1, "step": "auto", **options} if "lr" not in options else options
     optimizer = qd.Riemannian(model, loss, **options)  # type: ignore[arg-type]
     for step in range(steps):
         x, t = batch("categorical", 40, 5, 3, seed=step)
@@ -98,7 +100,7 @@ def test_convolutions_norms_and_layers_without_a_bias() -> None:
         nn.Linear(8, 3),
     )
     loss = qd.Categorical()
-    optimizer = qd.Riemannian(model, loss)
+    optimizer = qd.Riemannian(model, loss, lr=0.1, step="auto")
     x, t = torch.randn(20, 1, 3, 3), torch.arange(20) % 3
     for _ in range(2):
         optimizer.zero_grad()

@@ -19,7 +19,8 @@ def learn(
 ) -> Found:
     """The parameters after training, and the last report."""
     criterion = qd.Categorical()
-    rule = qd.Riemannian(network, criterion, **options)  # type: ignore[arg-type]
+    # Targets that each rank draws for itself are not those of one process.
+    rule = qd.Riemannian(network, criterion, metric="exact", **options)  # type: ignore[arg-type]
     train(network, rule, data, criterion, share if weight else lambda n: 1.0)
     assert rule.auto is not None
     report = {**vars(rule.auto), "samples": 0.0}  # a rank has its own share of them
