@@ -68,7 +68,6 @@ class Batch:
     call: Call
     reading: Reading | None
     target: Tensor
-    loss: Tensor
     version: list[int]
     weight: Tensor | None = None
 
@@ -137,7 +136,7 @@ class Replay:
         if reading is None and not self._concerns(judged):
             return  # another model's output
         call.judged = True
-        batch = Batch(call, reading, target, loss.detach(), _versions(target))
+        batch = Batch(call, reading, target, _versions(target))
         self._batches.append(batch)
         loan = self._loans.lend(batch)
 
