@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import multiprocessing
+import subprocess
+import sys
 from typing import Any
 
 import pytest
@@ -200,6 +202,19 @@ def test_finite(bad: float | None) -> None:
     assert native.finite(tensors) is False
     assert native.finite(tensors[1:]) is None
     assert native.finite([*tensors, object()]) is None
+
+
+def test_threads_are_torchs_own() -> None:
+    """Two OpenMP libraries in a process would have two sets of threads, which fight for the cores."""
+    count = """
+from quasidiag.kernels import native
+loaded = lambda: {x.split()[-1] for x in open("/proc/self/maps") if "libgomp" in x}
+before = loaded()
+assert native.library() is not None
+print(len(loaded() - before) if before else 0)
+"""
+    found = subprocess.run([sys.executable, "-c", count], capture_output=True, text=True)
+    assert found.stdout.strip() == "0", found.stderr
 
 
 def _in_a_child(queue: Any) -> None:

@@ -82,19 +82,33 @@ def _build(compiler: str) -> Path:
     sources = [folder / "native.c", folder / "products.c"]
     capability = torch.backends.cpu.get_cpu_capability()
     flags = ["-O3", "-fopenmp", "-ffp-contract=fast", "-fno-math-errno", "-fno-trapping-math"]
-    flags += ["-shared", "-fPIC", *_FLAGS.get(capability, [])]
-    key = " ".join([platform.machine(), compiler, *flags]).encode()
+    flags += ["-fPIC", *_FLAGS.get(capability, [])]
+    runtime = _openmp()
+    key = " ".join([platform.machine(), compiler, *flags, runtime]).encode()
     key += b"".join(path.read_bytes() for path in [*sources, folder / "native.h"])
     name = f"native-{hashlib.sha256(key).hexdigest()[:16]}.so"
     cache = _cache()
     target = cache / name
     if not target.exists():
         with tempfile.TemporaryDirectory(dir=cache) as scratch:
-            built = Path(scratch) / name
-            command = [compiler, *flags, *map(str, sources), "-o", str(built)]
-            subprocess.run(command, check=True, capture_output=True, timeout=60)
+            built, objects = Path(scratch) / name, [f"{path.stem}.o" for path in sources]
+            for command in (
+                ["-c", *flags, *map(str, sources)],
+                ["-shared", *objects, runtime, "-o", name],
+            ):
+                subprocess.run(
+                    [compiler, *command], check=True, capture_output=True, timeout=60, cwd=scratch
+                )
             built.replace(target)  # atomic: another process sees all of it or nothing
     return target
+
+
+def _openmp() -> str:
+    """The linker's name of the OpenMP that torch runs on: a second one's threads would fight with its own."""
+    maps = Path("/proc/self/maps").read_text().splitlines()
+    loaded = sorted({path for line in maps if "libgomp" in (path := line.split(maxsplit=5)[-1])})
+    torchs = [path for path in loaded if {"torch", "torch.libs"} & {*Path(path).parts[-3:]}]
+    return (torchs or loaded or ["-lgomp"])[0]
 
 
 def _cache() -> Path:

@@ -12,9 +12,9 @@
 
 #include "native.h"
 
-/* A tile is UNITS x INPUTS and takes 12 of AVX2's 16 registers. SAMPLES x INPUTS numbers are half of a first-level
- * cache, GROUP panels of UNITS x SAMPLES most of a second-level one, COLUMNS panels of inputs part of the last. */
-enum { LANES = 8, UNITS = 6, INPUTS = 2 * LANES, SAMPLES = 256, GROUP = 72, COLUMNS = 128 };
+/* A tile is UNITS x INPUTS and takes 12 of AVX2's 16 registers. SAMPLES x INPUTS numbers fill a first-level cache,
+ * GROUP panels of UNITS x SAMPLES half of a second-level one, COLUMNS panels of inputs part of the last. */
+enum { LANES = 8, UNITS = 6, INPUTS = 2 * LANES, SAMPLES = 512, GROUP = 24, COLUMNS = 64, BAND = 8 };
 
 typedef float vector __attribute__((vector_size(4 * LANES)));
 typedef float loose __attribute__((vector_size(4 * LANES), aligned(4)));
@@ -30,9 +30,10 @@ static inline int64_t least(int64_t x, int64_t y) { return x < y ? x : y; }
 
 static inline int64_t parts(int64_t whole, int64_t part) { return (whole + part - 1) / part; }
 
-/* One tile: c <- beta c + gain x^T y, of `k` samples. Only `units` x `inputs` of it exist. */
-static void tile(int64_t k, const float *x, const float *y, float *c, int64_t n, float beta, float gain,
-                 int64_t units, int64_t inputs) {
+/* One tile: c <- beta c + gain x^T y, of `k` samples. Only `units` x `inputs` of it exist. Not inlined, because there
+ * the compiler may run out of registers, which halves the speed. */
+__attribute__((noinline)) static void tile(int64_t k, const float *x, const float *y, float *c, int64_t n,
+                                           float beta, float gain, int64_t units, int64_t inputs) {
     vector sum[UNITS][2];
 #pragma GCC unroll 16
     for (int i = 0; i < UNITS; i++) sum[i][0] = sum[i][1] = (vector){0};
@@ -59,33 +60,43 @@ static void tile(int64_t k, const float *x, const float *y, float *c, int64_t n,
     }
 }
 
-/* INPUTS columns of a - c (where m0i is kept) and of its square, sample after sample; what is not there is 0. */
-static void pack_inputs(const problem *p, int64_t start, int64_t k, int64_t column, float *x, float *xx) {
-    const int64_t there = least(p->n - column, INPUTS);
-    float c[INPUTS] = {0}, last[INPUTS] = {0};
-    for (int64_t j = 0; p->shift && j < there; j++) c[j] = p->shift[column + j];
-    for (int64_t s = 0; s < k; s++, x += INPUTS, xx += INPUTS) {
-        const float *a = p->a + (start + s) * p->n + column;
-        if (there < INPUTS) a = memcpy(last, a, there * sizeof(float));
-        if (p->m0i)
+/* Panels `first` to `last` of INPUTS columns each, of a - c (where m0i is kept) and of its square, sample after sample;
+ * what is not there is 0. A few samples at a time, so that they are read along their rows. */
+static void pack_inputs(const problem *p, int64_t start, int64_t k, int64_t column, int64_t first, int64_t last,
+                        float *y) {
+    for (int64_t band = 0; band < k; band += BAND)
+        for (int64_t v = first; v < last; v++) {
+            const int64_t input = column + v * INPUTS, there = least(p->n - input, INPUTS);
+            float c[INPUTS] = {0}, end[INPUTS] = {0};
+            for (int64_t j = 0; p->shift && j < there; j++) c[j] = p->shift[input + j];
+            for (int64_t s = band; s < least(k, band + BAND); s++) {
+                const float *a = p->a + (start + s) * p->n + input;
+                float *x = y + (2 * v * k + s) * INPUTS, *xx = x + k * INPUTS;
+                if (there < INPUTS) a = memcpy(end, a, there * sizeof(float));
+                if (p->m0i)
 #pragma omp simd
-            for (int64_t j = 0; j < INPUTS; j++) x[j] = a[j] - c[j], xx[j] = x[j] * x[j];
-        else
+                    for (int64_t j = 0; j < INPUTS; j++) x[j] = a[j] - c[j], xx[j] = x[j] * x[j];
+                else
 #pragma omp simd
-            for (int64_t j = 0; j < INPUTS; j++) xx[j] = (a[j] - c[j]) * (a[j] - c[j]);
-    }
+                    for (int64_t j = 0; j < INPUTS; j++) xx[j] = (a[j] - c[j]) * (a[j] - c[j]);
+            }
+        }
 }
 
-/* UNITS columns of w, sample after sample; what is not there is 0. */
-static void pack_units(const problem *p, int64_t start, int64_t k, int64_t unit, float *x) {
-    const int64_t there = least(p->units - unit, UNITS);
-    for (int64_t s = 0; s < k; s++, x += UNITS) {
-        const float *w = p->w + (start + s) * p->units + unit;
-        if (there == UNITS)
-            memcpy(x, w, UNITS * sizeof(float));
-        else
-            for (int64_t i = 0; i < UNITS; i++) x[i] = i < there ? w[i] : 0.0f;
-    }
+/* Panels `first` to `last` of UNITS columns of w each, likewise. */
+static void pack_units(const problem *p, int64_t start, int64_t k, int64_t first, int64_t last, float *x) {
+    for (int64_t band = 0; band < k; band += BAND)
+        for (int64_t u = first; u < last; u++) {
+            const int64_t there = least(p->units - u * UNITS, UNITS);
+            for (int64_t s = band; s < least(k, band + BAND); s++) {
+                const float *w = p->w + (start + s) * p->units + u * UNITS;
+                float *to = x + ((u - first) * k + s) * UNITS;
+                if (there == UNITS)
+                    memcpy(to, w, UNITS * sizeof(float));
+                else
+                    for (int64_t i = 0; i < UNITS; i++) to[i] = i < there ? w[i] : 0.0f;
+            }
+        }
 }
 
 /* m00 of `units` units, from their packed w. */
@@ -101,13 +112,10 @@ static void sum_units(int64_t k, const float *x, float *m00, float beta, float g
 static void group(const problem *p, int64_t start, int64_t k, int64_t first, int64_t last, int64_t column,
                   int64_t left, int64_t right, const float *y, float *x, int whole) {
     const float beta = start ? 1.0f : p->keep;
-    for (int64_t u = first; u < last; u++) {
-        float *packed = x + (u - first) * UNITS * k;
-        const int64_t unit = u * UNITS;
-        pack_units(p, start, k, unit, packed);
-        if (whole && p->m00)
-            sum_units(k, packed, p->m00 + unit, beta, p->gain, least(p->units - unit, UNITS));
-    }
+    pack_units(p, start, k, first, last, x);
+    for (int64_t u = first; whole && p->m00 && u < last; u++)
+        sum_units(k, x + (u - first) * UNITS * k, p->m00 + u * UNITS, beta, p->gain,
+                  least(p->units - u * UNITS, UNITS));
     for (int64_t v = left; v < right; v++) {
         const int64_t input = column + v * INPUTS, inputs = least(p->n - input, INPUTS);
         for (int square = p->m0i == NULL; square < 2; square++) {
@@ -122,6 +130,25 @@ static void group(const problem *p, int64_t start, int64_t k, int64_t first, int
     }
 }
 
+/* Room for what is packed. It is kept for the next call: new memory costs a page fault every 4 KiB. */
+typedef struct {
+    size_t size;
+    float numbers[] __attribute__((aligned(64)));
+} room;
+
+static room *kept = NULL;
+
+static room *borrow(size_t size) {
+    room *mine = __atomic_exchange_n(&kept, NULL, __ATOMIC_ACQ_REL);
+    if (mine && mine->size >= size) return mine;
+    free(mine);
+    mine = aligned_alloc(64, sizeof(room) + parts(size, 16) * 64);
+    if (mine) mine->size = size;
+    return mine;
+}
+
+static void give_back(room *mine) { free(__atomic_exchange_n(&kept, mine, __ATOMIC_ACQ_REL)); }
+
 /* m00, m0i and shift may be NULL. Returns 0 and does nothing if there is no room for what is packed. */
 int qd_products(int64_t rows, int64_t n, int64_t units, const float *a, const float *w, const float *shift,
                 float *m00, float *m0i, float *mii, float keep, float gain, int threads) {
@@ -131,35 +158,30 @@ int qd_products(int64_t rows, int64_t n, int64_t units, const float *a, const fl
     /* As many groups as make even shares; where there are fewer units than threads, the inputs are shared too. */
     const int64_t groups = least(panels, threads * parts(parts(panels, GROUP), threads));
     const int64_t shares = groups < threads ? parts(threads, groups) : 1;
-    const int64_t room = parts(panels, groups) * UNITS * samples;
-    float *y = aligned_alloc(64, parts(2 * columns * INPUTS * samples, 16) * 64);
-    float *xs = aligned_alloc(64, parts(threads * room, 16) * 64);
-    if (y && xs) {
+    const int64_t inputs = 2 * columns * INPUTS * samples, each = parts(panels, groups) * UNITS * samples;
+    room *packed = borrow(inputs + threads * each);
+    if (!packed) return 0;
+    float *y = packed->numbers, *xs = y + inputs;
 #pragma omp parallel num_threads(threads)
-        {
-            const unsigned before = flush_denormals();
-            for (int64_t column = 0; column < n; column += columns * INPUTS)
-                for (int64_t start = 0; start < rows; start += samples) {
-                    const int64_t k = least(rows - start, samples);
-                    const int64_t here = least(parts(n - column, INPUTS), columns);
+    {
+        const unsigned before = flush_denormals();
+        for (int64_t column = 0; column < n; column += columns * INPUTS)
+            for (int64_t start = 0; start < rows; start += samples) {
+                const int64_t k = least(rows - start, samples);
+                const int64_t here = least(parts(n - column, INPUTS), columns);
 #pragma omp for schedule(static)
-                    for (int64_t v = 0; v < here; v++) {
-                        float *x = y + 2 * v * INPUTS * k;
-                        pack_inputs(&p, start, k, column + v * INPUTS, x, x + INPUTS * k);
-                    }
+                for (int64_t t = 0; t < threads; t++)
+                    pack_inputs(&p, start, k, column, here * t / threads, here * (t + 1) / threads, y);
 #pragma omp for schedule(static)
-                    for (int64_t i = 0; i < groups * shares; i++) {
-                        const int64_t g = i / shares, part = i % shares;
-                        group(&p, start, k, panels * g / groups, panels * (g + 1) / groups, column,
-                              here * part / shares, here * (part + 1) / shares, y,
-                              xs + thread() * room, part == 0 && column == 0);
-                    }
+                for (int64_t i = 0; i < groups * shares; i++) {
+                    const int64_t g = i / shares, part = i % shares;
+                    group(&p, start, k, panels * g / groups, panels * (g + 1) / groups, column,
+                          here * part / shares, here * (part + 1) / shares, y, xs + thread() * each,
+                          part == 0 && column == 0);
                 }
-            restore(before);
-        }
+            }
+        restore(before);
     }
-    const int done = y && xs;
-    free(y);
-    free(xs);
-    return done;
+    give_back(packed);
+    return 1;
 }
