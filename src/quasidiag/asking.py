@@ -10,10 +10,16 @@ from collections.abc import Callable
 
 import torch
 from torch import Tensor
-from torch.autograd.graph import GradientEdge
+from torch.autograd.graph import GradientEdge, Node
 from torch.utils.hooks import RemovableHandle
 
 from quasidiag.probe import Deltas, Use, below
+
+#: Nodes of the graph that multiply each number of a derivative by one of their own, the same for every vector.
+ELEMENTWISE = {
+    f"{name}Backward0"
+    for name in ("Sigmoid", "Tanh", "Relu", "Gelu", "Silu", "Softplus", "Elu", "LeakyRelu", "Mish")
+}
 
 
 class Asking:
@@ -21,13 +27,21 @@ class Asking:
 
     A layer whose input needs no derivative is a lowest one; so may be others (above parameters that nobody watches),
     which the first pass shows. A composite layer has several outputs, and waits for all.
+
+    Where many vectors are to come, a lowest layer whose output goes through an activation and nowhere else can be asked
+    for ``above`` it: :attr:`above` has the activation's node, and the slope is for the caller to multiply by, once.
     """
 
     def __init__(
-        self, output: Tensor, uses: list[Use], take: Callable[[Use, Deltas], None]
+        self,
+        output: Tensor,
+        uses: list[Use],
+        take: Callable[[Use, Deltas], None],
+        above: bool = False,
     ) -> None:
         self._output, self._uses, self._take = output, uses, take
         self._lowest = [u for u in uses if u.input_edge is None or len(u.edges) > 1] or uses[:1]
+        self.above: dict[Use, Node] = _activations(output, self._lowest) if above else {}
         self._asked, self._heard = set(self._lowest), set[Use]()
         self._asking = False
         self._handles: list[RemovableHandle] = []
@@ -67,12 +81,27 @@ class Asking:
     def _ask_for(self, uses: list[Use], vector: Tensor) -> None:
         if not uses:
             return
-        deltas = _gradients(self._output, [edge for use in uses for edge in use.edges], vector)
+        edges = ([GradientEdge(self.above[u], 0)] if u in self.above else u.edges for u in uses)
+        deltas = _gradients(self._output, [edge for some in edges for edge in some], vector)
         deltas.reverse()
         for use in uses:
             mine = [deltas.pop() for _ in use.edges]
             if any(delta is not None for delta in mine):
                 self._take(use, mine)
+
+
+def _activations(output: Tensor, uses: list[Use]) -> dict[Use, Node]:
+    """Of those calls whose output an activation takes and nobody else, the activation's node."""
+    takers: dict[tuple[Node | None, int], list[Node]] = {}
+    for node in below(output):
+        for edge in node.next_functions:
+            takers.setdefault(edge, []).append(node)
+    found = {}
+    for use in uses:
+        nodes = takers.get((use.edge.node, use.edge.output_nr), [])
+        if len(use.edges) == len(nodes) == 1 and nodes[0].name() in ELEMENTWISE:
+            found[use] = nodes[0]
+    return found
 
 
 def _gradients(output: Tensor, edges: list[GradientEdge], vector: Tensor) -> list[Tensor | None]:

@@ -288,9 +288,16 @@ class Collector:
         found: dict[Use, dict[nn.Module, tuple[Tensor, Tensor]]] = {}
         boost = self._boost(output)
         scale = 1.0 if boost is None else 1 / boost
+        above = self.metric == "exact" and self.sharing == "expand" and boost is None
+        slopes: dict[Use, Tensor] = {}
 
         def take(use: Use, deltas: Deltas) -> None:
             sums = found.setdefault(use, {})
+            if use in asking.above and use not in slopes:
+                node: Any = asking.above[use]
+                slopes[use] = node(
+                    *(torch.ones_like(delta) for delta in deltas if delta is not None)
+                )
             for whole in use.calls(deltas):
                 call, by = self._share(use.seen, whole, scale)
                 if self.sharing == "exact":
@@ -303,10 +310,14 @@ class Collector:
         vectors = cotangents(
             self.metric, criterion, output, target, self.samples, self._generator(output.device)
         )
-        with unsharded(self.probe.model), Asking(output, uses, take) as asking:
+        with unsharded(self.probe.model), Asking(output, uses, take, above) as asking:
             for vector in vectors:
                 asking.backpropagate((vector if boost is None else vector * boost).to(output.dtype))
                 self._sum_up()
+        for use, slope in slopes.items():
+            for call in use.calls([slope]):
+                _, w = found[use][call.module]
+                kernels.weaken_(w, call.delta[: len(w)])
         return {use: [(m, *aw) for m, aw in sums.items()] for use, sums in found.items()}
 
     def _boost(self, output: Tensor) -> Tensor | None:

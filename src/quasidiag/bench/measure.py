@@ -31,6 +31,7 @@ def run(
 ) -> dict[str, Any]:
     """Everything that the preset asks for; on a ``busy`` machine, the processor time of one thread."""
     device = torch.device(preset.device)
+    timing.keep_memory()
     if busy:
         torch.set_num_threads(1)
     results: dict[str, Any] = {"machine": machine(device), "races": [], "curves": []}

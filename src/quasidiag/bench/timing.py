@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import ctypes
 import gc
 import os
 import statistics
@@ -13,6 +15,9 @@ import torch
 from torch import Tensor
 
 Call = Callable[[], object]
+
+#: Of ``malloc.h``.
+_M_TRIM_THRESHOLD, _M_MMAP_MAX = -1, -4
 
 
 @dataclass
@@ -143,6 +148,18 @@ def peak_bytes(call: Call, device: torch.device) -> int:
             held += event.nbytes()
             most = max(most, held)
     return most
+
+
+def keep_memory() -> None:
+    """Have the C library keep what is freed, for everybody that is timed.
+
+    It would else return some of it to the system and ask again, with a page fault every 4 KiB, or not, as the heap
+    happens to lie: the same step then takes a fifth longer in one process than in another.
+    """
+    with contextlib.suppress(OSError, AttributeError):  # not the GNU C library
+        libc = ctypes.CDLL(None)
+        libc.mallopt(_M_TRIM_THRESHOLD, -1)
+        libc.mallopt(_M_MMAP_MAX, 0)
 
 
 def multiplications_per_ms(a: Tensor, b: Tensor, busy: bool = False, rounds: int = 10) -> float:

@@ -83,9 +83,16 @@ def square(delta: Tensor, scale: float | Tensor = 1.0, onto: Tensor | None = Non
     return w if onto is None else onto.add_(w)
 
 
+def weaken_(w: Tensor, slope: Tensor) -> None:
+    """``w ← w·slope²``, with what would be denormal set to zero."""
+    if not native.weaken_(w, slope):
+        w.mul_(slope.to(w.dtype).square())
+        torch.hardshrink(w, moments.smallest(w.dtype), out=w)
+
+
 def finite(tensors: Sequence[Any]) -> bool | None:
     """Whether all numbers are finite, or ``None`` where no kernel can say (or it is not tensors)."""
     return native.finite(tensors)
 
 
-__all__ = ["Rule", "accumulate_", "diagonal", "finite", "quasi_diagonal", "square"]
+__all__ = ["Rule", "accumulate_", "diagonal", "finite", "quasi_diagonal", "square", "weaken_"]

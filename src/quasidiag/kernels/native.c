@@ -109,6 +109,15 @@ void qd_square(int64_t n, const float *delta, float scale, float smallest, int a
     }
 }
 
+/* w <- w slope^2; below `smallest` it counts as zero. */
+void qd_weaken(int64_t n, const float *slope, float smallest, float *w, int threads) {
+#pragma omp parallel for simd schedule(static) num_threads(worth(n, threads))
+    for (int64_t i = 0; i < n; i++) {
+        const float x = w[i] * (slope[i] * slope[i]);
+        w[i] = x < smallest ? 0.0f : x;
+    }
+}
+
 /* a - c (where wanted) and its square, row by row. */
 void qd_centre(int64_t rows, int64_t n, const float *a, const float *shift, float *centred,
                float *squared, int threads) {

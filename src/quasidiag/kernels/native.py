@@ -47,6 +47,7 @@ _SIGNATURES: dict[str, list[Any]] = {
     "qd_quasi_diagonal": [_SIZE, _SIZE, *[_POINTER] * 6, _FLAG, *[_POINTER] * 6, _Rule],
     "qd_diagonal": [_SIZE, *[_POINTER] * 5, _Rule],
     "qd_square": [_SIZE, _POINTER, _FLOAT, _FLOAT, _FLAG, _POINTER],
+    "qd_weaken": [_SIZE, _POINTER, _FLOAT, _POINTER],
     "qd_centre": [_SIZE, _SIZE, *[_POINTER] * 4],
     "qd_finite": [_SIZE, _POINTER, _POINTER],
     "qd_products": [_SIZE, _SIZE, _SIZE, *[_POINTER] * 6, _FLOAT, _FLOAT],
@@ -189,6 +190,14 @@ def square(delta: Tensor, scale: float | Tensor = 1.0, onto: Tensor | None = Non
     add = onto is not None
     _call("qd_square", delta.numel(), _pointer(delta), float(scale), SMALLEST, add, _pointer(out))
     return out
+
+
+def weaken_(w: Tensor, slope: Tensor) -> bool:
+    """``w ← w·slope²``, with what would be denormal set to zero."""
+    if not usable(w.numel(), w, slope):
+        return False
+    _call("qd_weaken", w.numel(), _pointer(slope), SMALLEST, _pointer(w))
+    return True
 
 
 def products_(
