@@ -51,7 +51,7 @@ def test_condition_is_that_of_the_centred_metric() -> None:
 
 @pytest.mark.parametrize("reduction", ["quasi-diagonal", "diagonal", "unitwise"])
 def test_every_reduction(reduction: str) -> None:
-    _, optimizer = trained(reduction=reduction)
+    _, optimizer = trained(reduction=reduction, metric_every=1)
     found = qd.diagnostics(optimizer)
     assert [layer.reduction for layer in found.layers] == [reduction] * 2
     for layer in found.layers:

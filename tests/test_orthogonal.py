@@ -9,7 +9,7 @@ from torch import Tensor, nn
 import quasidiag as qd
 from nets import batch, linear_layers, mlp
 from quasidiag.auto import AVERAGING
-from quasidiag.orthogonal import newton_schulz, of_length
+from quasidiag.orthogonal import GROUP, MARGIN, QUINTICS, factor, newton_schulz, of_length
 
 SHAPES = [(6, 6), (4, 9), (9, 4), (1, 5), (5, 1)]
 
@@ -22,21 +22,67 @@ def matrix(*shape: int) -> Tensor:
 def test_singular_values_come_near_one_and_directions_stay(shape: tuple[int, int]) -> None:
     x = matrix(*shape)
     p, _, q = torch.linalg.svd(x, full_matrices=False)
-    found = newton_schulz(x)
+    found = newton_schulz(x.unsqueeze(0)).squeeze(0)
     inside = p.T @ found @ q.T  # diagonal: the singular directions are those of x
     torch.testing.assert_close(p @ inside @ q, found)
     torch.testing.assert_close(inside, torch.diag(inside.diagonal()))
-    assert inside.diagonal().min() > 0.6 and inside.diagonal().max() < 1.3
+    assert inside.diagonal().min() > 0.91 and inside.diagonal().max() < 1.09
 
 
 def test_neither_scale_nor_rotation_matters() -> None:
-    x, turn = matrix(5, 7), torch.linalg.qr(matrix(7, 7))[0]
+    x, turn = matrix(1, 5, 7), torch.linalg.qr(matrix(7, 7))[0]
     torch.testing.assert_close(newton_schulz(1e-9 * x), newton_schulz(x))
     torch.testing.assert_close(newton_schulz(x @ turn), newton_schulz(x) @ turn)
 
 
+def test_each_quintic_is_the_best_for_what_the_last_one_left() -> None:
+    """The best odd quintic for one, on an interval, has its largest error at both ends and at two places between."""
+    low, high = 0.005, 1.0
+    for a, b, c in QUINTICS:
+        roots = torch.tensor(
+            [(-3 * b - s * (9 * b * b - 20 * a * c) ** 0.5) / (10 * c) for s in (1, -1)]
+        )
+        x = torch.tensor([low, *roots.sqrt(), high], dtype=torch.float64)
+        error = 1 - (a * x + b * x**3 + c * x**5)
+        worst = float(error[0])
+        signs = torch.tensor([1.0, -1, 1, -1], dtype=torch.float64)
+        torch.testing.assert_close(error, worst * signs, rtol=1e-5, atol=1e-6)
+        low, high = 1 - worst, 1 + worst
+    assert high < 1.09
+
+
+def test_singular_values_as_far_as_promised() -> None:
+    p, q = (torch.linalg.qr(matrix(50, 50))[0] for _ in range(2))
+    strengths = torch.logspace(0, -2, 50, dtype=torch.float64)
+    strengths = strengths / strengths.norm()
+    assert 0.003 < float(strengths[-1]) < 0.006
+    found = torch.linalg.svdvals(newton_schulz((p @ torch.diag(strengths) @ q.T).unsqueeze(0)))
+    inside = strengths.flip(0) > MARGIN * 0.005
+    assert found.max() < 1.09 and found.flip(-1)[0][inside].min() > 0.91
+
+
+@pytest.mark.parametrize(
+    ("units", "inputs", "sizes"),
+    [
+        (2 * GROUP + 1, GROUP + 1, [171] * 3),
+        (GROUP, GROUP + 9, [GROUP]),
+        (GROUP + 9, 5, [GROUP + 9]),
+    ],
+)
+def test_a_wide_layer_is_made_orthogonal_by_groups(
+    units: int, inputs: int, sizes: list[int]
+) -> None:
+    u = matrix(units, inputs)
+    alone = [newton_schulz(part.unsqueeze(0)).squeeze(0) for part in u.split(sizes)]
+    expected = torch.cat(alone)
+    if len(sizes) == 1:
+        expected = expected * max(1.0, units / inputs) ** 0.5
+    torch.testing.assert_close(factor(u), expected)
+    assert float(factor(u).square().sum()) == pytest.approx(units, rel=0.1)
+
+
 def test_no_gradient_no_direction() -> None:
-    assert newton_schulz(torch.zeros(3, 4)).abs().max() == 0
+    assert factor(torch.zeros(3, 4)).abs().max() == 0
     step, image = of_length([torch.zeros(3)], [torch.zeros(3)], 3)
     assert step[0].abs().max() == 0 == image[0].abs().max()
 
@@ -58,7 +104,7 @@ def slow_direction(optimizer: qd.Riemannian, layer: nn.Linear, v: Tensor) -> Ten
         torch.cat([v[k, :1] / moments.m00[k].sqrt(), (v[k, 1:] - mean[k] * v[k, 0]) / deviation[k]])
         for k in range(len(v))
     ]
-    u = newton_schulz(torch.stack(rows)) * max(1.0, v.shape[0] / v.shape[1]) ** 0.5
+    u = factor(torch.stack(rows))
     weights = u[:, 1:] / deviation
     bias = u[:, 0] / moments.m00.sqrt() - (mean * weights).sum(1)
     return torch.cat([bias.unsqueeze(1), weights], dim=1)
@@ -66,7 +112,9 @@ def slow_direction(optimizer: qd.Riemannian, layer: nn.Linear, v: Tensor) -> Ten
 
 def test_the_step_is_the_averaged_gradient_with_its_strengths_equalised() -> None:
     model, loss = mlp(5, 6, 3, activation="tanh"), qd.Categorical()
-    optimizer = qd.Riemannian(model, loss, lr=0.1, step="auto", metric="exact", safeguard=None)
+    optimizer = qd.Riemannian(
+        model, loss, lr=0.1, step="auto", metric="exact", metric_every=1, safeguard=None
+    )
     averages = [
         torch.zeros(layer.out_features, 1 + layer.in_features) for layer in linear_layers(model)
     ]

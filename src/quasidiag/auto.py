@@ -18,7 +18,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -38,9 +38,13 @@ Direction = Mapping[Tensor, Tensor]
 
 #: How much of the gradient's average survives a step.
 AVERAGING = 0.8
-#: What the steps did to the loss is summed up over about this many of them. The sum is a rise if it is more than this
-#: part of what noise would make of it; the damping then rises by a factor a step, else it falls by one.
-STEPS, NOISE, RISE, DECAY = 50, 0.5, 1.2, 0.95
+#: How much of the average of the quadratic forms does, which are those of a share of the minibatch.
+FORMS = 0.5
+#: That share holds so many samples at least, if there are as many.
+FEWEST = 128
+#: What the steps did to the loss is summed up over about this many of them. While the sum is a rise the damping grows
+#: by a factor a step, else it falls by one.
+STEPS, RISE, DECAY = 50, 1.2, 0.95
 #: Of the damping, relative to the curvature along the usual step.
 BOUNDS = 0.01, 10.0
 #: A step that raised the loss by this part of what it was to lower it (with its damping) is taken back, and the damping
@@ -64,7 +68,6 @@ class Report:
         actual: the change that the step before brought, on the minibatch after it.
         ratio: of that to what was predicted.
         trend: the sum of such changes, older ones counting less.
-        spread: the variance that this sum would have if they were noise.
         length: the step's length in the metric, :math:`δ^⊤ M δ`.
         curvature: of the loss along it, relative to that, :math:`δ^⊤ F δ / δ^⊤ M δ`.
         usual: the average of such curvatures.
@@ -72,6 +75,7 @@ class Report:
         retreats: how many of them were taken back.
         factor: the ``lr`` that the last step was multiplied by.
         samples: how many it saw, on the average rank.
+        forms: the averages of :math:`u^⊤Fv / \sqrt{u^⊤Mu\; v^⊤Mv}`, by the names of the directions.
     """
 
     alpha: float = 0.0
@@ -83,7 +87,6 @@ class Report:
     actual: float = float("nan")
     ratio: float = float("nan")
     trend: float = 0.0
-    spread: float = 0.0
     length: float = 0.0
     curvature: float = 0.0
     usual: float = 0.0
@@ -91,6 +94,7 @@ class Report:
     retreats: int = 0
     factor: float = 1.0
     samples: float = 0.0
+    forms: dict[str, float] = field(default_factory=dict)
 
 
 def minimiser(linear: Tensor, quadratic: Tensor) -> Tensor:
@@ -121,7 +125,7 @@ class QuadraticModel:
     def coefficients(
         self,
         gradient: Direction,
-        directions: Sequence[Direction],
+        named: Mapping[str, Direction],
         images: Sequence[Direction | None],
         factor: float,
         ranks: Any = None,
@@ -131,13 +135,14 @@ class QuadraticModel:
         ``images`` are the :math:`Mu`. The last update's is ``None``: of that the length is known, in the metric as it
         was then.
         """
-        k = len(directions)
+        names, directions, k = [*named], [*named.values()], len(named)
         linear = torch.stack([_dot(gradient, u) for u in directions])
         fisher = self._fisher(directions)
         # g and M are the same on all ranks, up to rounding; the minibatch is not.
         numbers = _mean(torch.cat([linear, fisher.flatten()]), ranks)
         linear, fisher = numbers[:k], numbers[k:].view(k, k)
         metric = self._metric(directions, images)
+        fisher = self._averaged(names, fisher, metric.diagonal())
         best = minimiser(linear, fisher + self.report.damping * metric) * factor
         self.report.predicted = float(linear @ best + 0.5 * best @ fisher @ best)
         self.report.promise = -0.5 * float(linear @ best) / factor if factor else 0.0
@@ -178,10 +183,27 @@ class QuadraticModel:
                 )
         return total
 
+    def _averaged(self, names: Sequence[str], fisher: Tensor, lengths: Tensor) -> Tensor:
+        """The forms of directions of these lengths, from those of unit length, whose averages are kept."""
+        scale = lengths.clamp_min(torch.finfo(torch.float64).tiny).sqrt()
+        scale = scale * scale.unsqueeze(1)
+        pairs = [(i, j) for i in range(len(names)) for j in range(i + 1)]
+        fresh = {f"{names[i]}, {names[j]}": float(fisher[i, j] / scale[i, j]) for i, j in pairs}
+        known = self.report.forms
+        kept = {
+            name: FORMS * known.get(name, new) + (1 - FORMS) * new for name, new in fresh.items()
+        }
+        self.report.forms = {**known, **kept}
+        averaged = torch.zeros_like(fisher)
+        for (i, j), form in zip(pairs, kept.values()):
+            averaged[i, j] = averaged[j, i] = form * scale[i, j]
+        return averaged
+
     def _form(self, batch: Batch, directions: Sequence[Direction]) -> Tensor:
         r""":math:`‹Ju, F_\text{out} Jv›` on a share of a minibatch."""
         criterion: OutputModel = self.replay.criterion
-        output, target, moved = self.replay.tangents(batch, directions, self.share)
+        share = max(self.share, min(1.0, FEWEST / max(1, self.replay.terms(batch))))
+        output, target, moved = self.replay.tangents(batch, directions, share)
         dtype = torch.promote_types(output.dtype, torch.float32)
         output, moved = output.to(dtype), [u.to(dtype) for u in moved]
         counted = criterion.counted(output, target)
@@ -215,14 +237,11 @@ class QuadraticModel:
             part = report.promise / (report.actual + 2 * report.promise)
             part = max(part, SHORTEST) if math.isfinite(report.actual) else SHORTEST
             self._damp((report.curvature + report.damping) / part - report.curvature)
-            report.trend = report.spread = 0.0
+            report.trend = 0.0
             return True
         # On its own minibatch every step is good, and on the next one nearly every second is bad: what counts is the sum.
-        fade = 1 - 1 / STEPS
-        report.trend = fade * report.trend + report.actual
-        report.spread = fade**2 * report.spread + report.actual**2
-        rises = report.trend > NOISE * math.sqrt(report.spread)
-        self._damp(report.damping * (RISE if rises else DECAY))
+        report.trend = (1 - 1 / STEPS) * report.trend + report.actual
+        self._damp(report.damping * (RISE if report.trend > 0 else DECAY))
         return False
 
     def _damp(self, damping: float) -> None:
@@ -312,11 +331,10 @@ def descend_(optimizer: Riemannian, model: QuadraticModel) -> None:
     known = {p: u for p, u in direction.items() if p not in others}
     other = {p: u for p, u in direction.items() if p in others}
     fresh: list[dict[Tensor, Tensor]] = [u for u in (known, other) if u]
-    directions: list[Direction] = [*fresh, previous] if previous else [*fresh]
+    named = {"new": known, "other": other, "last": previous}
+    named = {name: u for name, u in named.items() if u}
     images: list[Direction | None] = [{p: image[p] for p in u} for u in fresh]
-    best = model.coefficients(
-        gradient, directions, [*images, None][: len(directions)], factor, ranks
-    )
+    best = model.coefficients(gradient, named, [*images, None][: len(named)], factor, ranks)
     mu = best[len(fresh)] if previous else 0.0
     for p in optimizer._group:
         optimizer.state[p].pop(

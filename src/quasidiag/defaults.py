@@ -16,6 +16,8 @@ class Defaults(NamedTuple):
     gamma: float
     eps: float
     metric_start: str | int
+    metric_every: int
+    step_fraction: float
     safeguard: tuple[float, float, float] | None
 
 
@@ -31,15 +33,19 @@ DEFAULTS = {
         gamma=0.01,
         eps=1e-8,
         metric_start="first",
+        metric_every=1,
+        step_fraction=1.0,
         safeguard=None,
     ),
     "auto": Defaults(
         lr=1.0,
         metric="monte-carlo",
         orthogonal=True,
-        gamma=0.02,
+        gamma=0.05,
         eps=0.0,
         metric_start=1_000_000,
+        metric_every=4,
+        step_fraction=0.25,
         safeguard=SAFEGUARD,
     ),
 }

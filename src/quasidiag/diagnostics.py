@@ -74,7 +74,8 @@ class Diagnostics:
             for key in ("condition", "dead", "floored", "length")
         }
         if self.step is not None:
-            found |= {f"step/{key}": float(v) for key, v in asdict(self.step).items()}
+            numbers = {key: v for key, v in vars(self.step).items() if key != "forms"}
+            found |= {f"step/{key}": float(v) for key, v in numbers.items()}
         return {key: value for key, value in found.items() if not math.isnan(value)}
 
     def log(self, writer: Any, step: int | None = None, prefix: str = "quasidiag") -> None:

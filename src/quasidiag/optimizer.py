@@ -52,7 +52,7 @@ class Riemannian(Saved):
         metric: ``"outer-product"``, ``"monte-carlo"``, ``"exact"`` or ``"backpropagated"``; the first by default, the
             second with ``step="auto"``.
         reduction: ``"quasi-diagonal"``, ``"diagonal"`` or ``"unitwise"``.
-        gamma: the weight of each new minibatch in the moving average: 0.01, or 0.02 with ``step="auto"``.
+        gamma: the weight of each new minibatch in the moving average: 0.01, or 0.05 with ``step="auto"``.
         eps: added to the metric's diagonal: 1e-8, or 0 with ``step="auto"``, which has relative safeguards instead.
         floor: a lower bound on the solve's denominator; ``None`` means ``eps``, as in the paper, ``0.0`` none.
         samples: targets drawn per sample, for the Monte Carlo metric.
@@ -64,12 +64,13 @@ class Riemannian(Saved):
         metric_start: ``"first"`` sets the metric by the first minibatch, an integer averages that many
             (:math:`γ_t = \max(γ, 1/(t+1))`), ``"identity"`` starts at the identity matrix. By default ``"first"``, or
             a plain average of as many as there are with ``step="auto"``.
-        metric_every: update the metric every so many steps.
+        metric_every: update the metric every so many steps: every one, or every fourth with ``step="auto"``.
         sharing: what a layer that is applied at several positions of a sample counts (:mod:`quasidiag.sharing`):
             ``"expand"`` each position as one more occurrence, ``"exact"`` the gradient of the whole sample,
             ``"reduce"`` one position with the average activity.
         metric_fraction: the share of each minibatch that enters the metric.
-        step_fraction: the share of each minibatch on which ``step="auto"`` measures its quadratic model.
+        step_fraction: the share of each minibatch on which ``step="auto"`` measures its quadratic model, by default a
+            quarter; 128 samples at least.
         orthogonal: whether ``step="auto"`` gives all directions of a layer's gradient the same strength
             (:mod:`quasidiag.orthogonal`), as it does by default; else it follows the Riemannian gradient itself. In
             such layers ``eps`` and ``floor`` do not count; the unitwise reduction has none.
@@ -114,9 +115,9 @@ class Riemannian(Saved):
         maximize: bool = False,
         params: Any = None,
         metric_start: str | int | None = None,
-        metric_every: int = 1,
+        metric_every: int | None = None,
         metric_fraction: float = 1.0,
-        step_fraction: float = 1.0,
+        step_fraction: float | None = None,
         orthogonal: bool | None = None,
         safeguard: str | tuple[float, float, float] | None = "default",
         loss_reduction: str = "mean",
@@ -136,6 +137,8 @@ class Riemannian(Saved):
         gamma = preset.gamma if gamma is None else gamma
         eps = preset.eps if eps is None else eps
         metric_start = preset.metric_start if metric_start is None else metric_start
+        metric_every = preset.metric_every if metric_every is None else metric_every
+        step_fraction = preset.step_fraction if step_fraction is None else step_fraction
         validate.options(
             metric=metric,
             reduction=reduction,

@@ -53,10 +53,14 @@ class Call:
         return Reading.find(output, self.outputs, self.versions)
 
     def share(self, share: float) -> tuple[Any, float]:
-        """The arguments of a share of the samples, and how large that share came to be."""
-        if share == 1:
+        """The arguments of a share of the samples, and how large that share came to be.
+
+        All of them, where it is not clear which dimension the samples are along.
+        """
+        lengths = {len(x) for x in tensors(self.arguments) if x.dim()}
+        if share == 1 or len(lengths) != 1:
             return self.arguments, 1.0
-        batch = next(len(x) for x in tensors(self.arguments) if x.dim())
+        batch = lengths.pop()
         kept = max(1, math.ceil(share * batch))
         return _first(self.arguments, batch, kept), kept / batch
 
@@ -86,6 +90,8 @@ class Replay:
         self.model, self.criterion = model, criterion
         #: How the derivatives are taken: the first of ``fast``, ``plain`` (kernels) and ``differences`` that works.
         self.mode = "fast"
+        #: Whether the model can be run on a share of the samples, once that was tried.
+        self.divisible: bool | None = None
         self._loans = Loans()
         self._around: tuple[Surroundings, list[int]] | None = None
         self._calls: list[Call] = []
@@ -191,6 +197,7 @@ class Replay:
 
     def tangents(self, batch: Batch, directions: Sequence[Direction], share: float) -> Moved:
         """The outputs on a share of a minibatch, their targets, and their derivative along each direction."""
+        share = share if self._divisible(batch, share) else 1.0
         while self.mode != "differences":
             try:
                 duals = [self._dual(batch, u, share) for u in directions]
@@ -203,6 +210,22 @@ class Replay:
         moved = [self._difference(batch, u, share) for u in directions]
         output = self._run(batch, {}, share)
         return output, batch.target[: len(output)], moved
+
+    def _divisible(self, batch: Batch, share: float) -> bool:
+        """Whether the model runs on a share of the samples; one that needs all of them is not tried again."""
+        if share < 1 and self.divisible is None:
+            try:
+                self._run(batch, {}, share)
+                self.divisible = True
+            except (RuntimeError, ValueError, IndexError, TypeError):
+                self.divisible = False
+        return self.divisible is not False
+
+    def terms(self, batch: Batch) -> int:
+        """How many terms the loss of a minibatch is the mean of."""
+        assert batch.reading is not None
+        output = batch.reading.of(batch.call.outputs)
+        return int(self.criterion.terms(output, batch.target))
 
     def values(self, batch: Batch, start: Direction) -> tuple[Tensor, Tensor]:
         """The loss of a minibatch as it was, and with the parameters ``start`` in the place of the model's.

@@ -23,7 +23,8 @@ def learn(
     rule = qd.Riemannian(network, criterion, metric="exact", **options)  # type: ignore[arg-type]
     train(network, rule, data, criterion, share if weight else lambda n: 1.0)
     assert rule.auto is not None
-    report = {**vars(rule.auto), "samples": 0.0}  # a rank has its own share of them
+    report = {**vars(rule.auto), **rule.auto.forms, "samples": 0.0}  # a rank has its own of these
+    del report["forms"]
     return numbers(network), report
 
 
