@@ -6,10 +6,10 @@ for, and what lies above them tells as the pass comes by.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.autograd.graph import GradientEdge, Node
 from torch.utils.hooks import RemovableHandle
 
@@ -28,8 +28,7 @@ class Asking:
     A layer whose input needs no derivative is a lowest one; so may be others (above parameters that nobody watches),
     which the first pass shows. A composite layer has several outputs, and waits for all.
 
-    Where many vectors are to come, a lowest layer whose output goes through an activation and nowhere else can be asked
-    for ``above`` it: :attr:`above` has the activation's node, and the slope is for the caller to multiply by, once.
+    Calls that are ``above`` (see :func:`activations`) are asked for there.
     """
 
     def __init__(
@@ -37,11 +36,10 @@ class Asking:
         output: Tensor,
         uses: list[Use],
         take: Callable[[Use, Deltas], None],
-        above: bool = False,
+        above: Mapping[Use, Node],
     ) -> None:
-        self._output, self._uses, self._take = output, uses, take
+        self._output, self._uses, self._take, self._above = output, uses, take, above
         self._lowest = [u for u in uses if u.input_edge is None or len(u.edges) > 1] or uses[:1]
-        self.above: dict[Use, Node] = _activations(output, self._lowest) if above else {}
         self._asked, self._heard = set(self._lowest), set[Use]()
         self._asking = False
         self._handles: list[RemovableHandle] = []
@@ -81,7 +79,7 @@ class Asking:
     def _ask_for(self, uses: list[Use], vector: Tensor) -> None:
         if not uses:
             return
-        edges = ([GradientEdge(self.above[u], 0)] if u in self.above else u.edges for u in uses)
+        edges = ([GradientEdge(self._above[u], 0)] if u in self._above else u.edges for u in uses)
         deltas = _gradients(self._output, [edge for some in edges for edge in some], vector)
         deltas.reverse()
         for use in uses:
@@ -90,8 +88,11 @@ class Asking:
                 self._take(use, mine)
 
 
-def _activations(output: Tensor, uses: list[Use]) -> dict[Use, Node]:
-    """Of those calls whose output an activation takes and nobody else, the activation's node."""
+def activations(output: Tensor, uses: list[Use]) -> dict[Use, Node]:
+    """Of the lowest dense layers whose output goes through an activation and nowhere else, the activation's node.
+
+    Where many vectors are to come they can be asked for above it, and its slope be multiplied by once.
+    """
     takers: dict[tuple[Node | None, int], list[Node]] = {}
     for node in below(output):
         for edge in node.next_functions:
@@ -99,7 +100,8 @@ def _activations(output: Tensor, uses: list[Use]) -> dict[Use, Node]:
     found = {}
     for use in uses:
         nodes = takers.get((use.edge.node, use.edge.output_nr), [])
-        if len(use.edges) == len(nodes) == 1 and nodes[0].name() in ELEMENTWISE:
+        lowest = isinstance(use.module, nn.Linear) and use.input_edge is None
+        if lowest and len(nodes) == 1 and nodes[0].name() in ELEMENTWISE:
             found[use] = nodes[0]
     return found
 

@@ -81,7 +81,7 @@ class DiagonalBlock:
         adapter, into, shift = _adapter(module), self.kept(state), self._shift(state)
         if (
             type(adapter) is LinearAdapter
-            and isinstance(w, Tensor)
+            and isinstance(w, Tensor | kernels.Squares)
             and kernels.accumulate_(into, a.flatten(0, -2), w.flatten(0, -2), shift, keep, gain)
         ):
             return

@@ -16,7 +16,7 @@ from torch import Generator, Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
 from quasidiag import backpropagated, kernels
-from quasidiag.asking import Asking
+from quasidiag.asking import Asking, activations
 from quasidiag.layers.composite import Call
 from quasidiag.metrics import cotangents
 from quasidiag.outputs import OutputModel
@@ -29,14 +29,15 @@ if TYPE_CHECKING:
     from quasidiag.distributed import Exchange
 
 #: By call: the layers (one, or those inside a composite), their activities and weights.
-Found = dict[Use, list[tuple[nn.Module, Tensor, Tensor]]]
+Found = dict[Use, list[tuple[nn.Module, Tensor, Any]]]
 LossScale = float | Tensor | Callable[[], float | Tensor]
 
 
 class Record(NamedTuple):
     """One call of a layer, as the metric sees it.
 
-    With ``sharing="exact"`` it is all calls of a pass that feed a block, and ``w`` are the :class:`Samples`.
+    The weights ``w`` are a tensor, or :class:`quasidiag.kernels.Squares` that stand for one. With ``sharing="exact"``
+    it is all calls of a pass that feed a block, and ``w`` are the :class:`Samples`.
     """
 
     module: nn.Module
@@ -219,7 +220,7 @@ class Collector:
                 self._hold(call, scale)
                 continue
             a, delta = self._brought(call)
-            self._record(call.module, a, kernels.square(delta, scale))
+            self._record(call.module, a, self._squared(delta, scale))
 
     def _share(self, seen: Seen, call: Call, scale: float | Tensor) -> tuple[Call, float | Tensor]:
         """The share of the samples that enters the metric, each counted for as many more."""
@@ -236,6 +237,11 @@ class Collector:
     def _brought(self, call: Call) -> tuple[Tensor, Tensor]:
         """Activity and derivative as the way of sharing has them."""
         return (call.a, call.delta) if self.sharing == "expand" else reduced(*call)
+
+    def _squared(self, delta: Tensor, scale: float | Tensor) -> Any:
+        """The weights that one vector gives. Other ranks need them as numbers."""
+        square = kernels.squares if self.exchange is None else kernels.square
+        return square(delta, scale)
 
     def _hold(self, call: Call, scale: float | Tensor) -> None:
         delta = call.delta.to(torch.promote_types(call.delta.dtype, torch.float32))
@@ -285,19 +291,18 @@ class Collector:
         self, criterion: OutputModel, output: Tensor, target: Tensor, uses: list[Use]
     ) -> Found:
         """What each call that ``output`` depends on gives, summed over the metric's vectors."""
-        found: dict[Use, dict[nn.Module, tuple[Tensor, Tensor]]] = {}
+        found: dict[Use, dict[nn.Module, tuple[Tensor, Any]]] = {}
         boost = self._boost(output)
         scale = 1.0 if boost is None else 1 / boost
-        above = self.metric == "exact" and self.sharing == "expand" and boost is None
-        slopes: dict[Use, Tensor] = {}
+        once = self.metric == "monte-carlo" and self.samples == 1
+        many = self.metric == "exact" and self.sharing == "expand" and boost is None
+        above = activations(output, uses) if many else {}
+        ones: dict[Use, Deltas] = {}
 
         def take(use: Use, deltas: Deltas) -> None:
             sums = found.setdefault(use, {})
-            if use in asking.above and use not in slopes:
-                node: Any = asking.above[use]
-                slopes[use] = node(
-                    *(torch.ones_like(delta) for delta in deltas if delta is not None)
-                )
+            if use in above:  # what its slope will be asked with
+                ones[use] = [d if d is None else d.new_ones(()).expand_as(d) for d in deltas]
             for whole in use.calls(deltas):
                 call, by = self._share(use.seen, whole, scale)
                 if self.sharing == "exact":
@@ -305,7 +310,9 @@ class Collector:
                     continue
                 a, delta = self._brought(call)
                 a, before = sums.get(call.module, (a, None))
-                sums[call.module] = a, kernels.square(delta, by, onto=before)
+                first = before is None and once
+                w = self._squared(delta, by) if first else kernels.square(delta, by, onto=before)
+                sums[call.module] = a, w
 
         vectors = cotangents(
             self.metric, criterion, output, target, self.samples, self._generator(output.device)
@@ -314,8 +321,9 @@ class Collector:
             for vector in vectors:
                 asking.backpropagate((vector if boost is None else vector * boost).to(output.dtype))
                 self._sum_up()
-        for use, slope in slopes.items():
-            for call in use.calls([slope]):
+        for use, node in above.items():
+            slope: Any = node
+            for call in use.calls([slope(*ones[use])]) if use in ones else ():
                 _, w = found[use][call.module]
                 kernels.weaken_(w, call.delta[: len(w)])
         return {use: [(m, *aw) for m, aw in sums.items()] for use, sums in found.items()}

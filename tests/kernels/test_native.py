@@ -11,8 +11,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from quasidiag import moments, reductions
-from quasidiag.kernels import native
+from quasidiag import kernels, moments, reductions
+from quasidiag.kernels import Squares, native
 from quasidiag.kernels.rule import Rule
 from quasidiag.moments import Moments
 
@@ -161,6 +161,34 @@ def test_products_let_nan_through_and_flush() -> None:
     assert into.mii.isnan().sum() == 12
 
 
+@pytest.mark.parametrize(("rows", "n", "units"), [(37, 261, 96), (700, 400, 13)])
+def test_products_square_what_they_are_given(rows: int, n: int, units: int) -> None:
+    g = torch.Generator().manual_seed(0)
+    a, delta = torch.rand(rows, n, generator=g), torch.randn(rows, units, generator=g)
+    delta[0, 0] = 1e-17  # squared and scaled it is still as good as nothing
+    into = Moments(torch.zeros(units), torch.zeros(units, n), torch.zeros(units, n))
+    want = moments.linear(a.double(), (3.0 * delta.double()).square())
+    assert products_(into, a, Squares(delta, 3.0), None, 1.0, 0.5)
+    for got, exact in zip(into, want, strict=True):
+        assert got is not None and exact is not None
+        assert (got - 0.5 * exact).norm() < 1e-6 * exact.norm()
+    single = Moments(torch.zeros(units), torch.zeros(units, n), torch.zeros(units, n))
+    assert products_(single, a[:1], Squares(delta[:1], 3.0), None, 1.0, 1.0)
+    assert single.m00 is not None and single.m00[0] == 0 and (single.m00[1:] > 0).all()
+
+
+def test_squares_stand_for_their_numbers() -> None:
+    delta = torch.randn(50, 100)
+    squares = Squares(delta, 3.0)
+    assert torch.equal(squares.formed(), moments.square(3.0 * delta, torch.float32))
+    assert torch.equal(squares.to(torch.float64), squares.formed().double())
+    assert squares.sum() == squares.formed().sum()
+    assert torch.equal(squares.flatten(0, -1).delta, delta.flatten())
+    onto = kernels.square(delta, 2.0, onto=squares)
+    torch.testing.assert_close(onto, 13 * delta.square())
+    assert isinstance(kernels.squares(delta, 0.0), Tensor)  # a loss of weight zero
+
+
 @pytest.mark.parametrize("threads", [2, 3, 7])
 def test_threads_change_no_bit(threads: int) -> None:
     """A unit's numbers are summed in the same order, whoever does it."""
@@ -202,6 +230,8 @@ def test_finite(bad: float | None) -> None:
     assert native.finite(tensors) is False
     assert native.finite(tensors[1:]) is None
     assert native.finite([*tensors, object()]) is None
+    assert native.finite([Squares(torch.full((70, 80), 1e18))]) is True
+    assert native.finite([Squares(torch.full((70, 80), 1e18), 1e3)]) is False
 
 
 def test_threads_are_torchs_own() -> None:

@@ -63,7 +63,11 @@ def test_the_compiled_path_trains_as_the_eager_one(
     fast = trained(kind, options)
     solve = "qd_quasi_diagonal" if kind.__name__.startswith("Q") else "qd_diagonal"
     moments = "qd_products" if products == "ours" else "qd_centre"
-    assert {solve, moments, "qd_square", "qd_finite"} <= set(calls)
+    assert {solve, moments, "qd_finite"} <= set(calls)
+    many = kind.__name__.endswith(
+        "DNat"
+    )  # our own product squares a single vector's derivatives itself
+    assert ("qd_square" in calls) is (many or products != "ours")
     monkeypatch.setattr(native, "LEAST", 2**60)
     calls.clear()
     eager = trained(kind, options)

@@ -17,6 +17,7 @@ from torch.autograd.graph import increment_version
 from quasidiag import moments
 from quasidiag.kernels import gpu, native
 from quasidiag.kernels.rule import Rule
+from quasidiag.kernels.squares import Squares
 from quasidiag.moments import Moments
 
 Tensors = Sequence[Tensor]
@@ -53,16 +54,22 @@ def _written(done: bool, outputs: dict[str, Tensors | None]) -> bool:
 
 
 def accumulate_(
-    into: Moments, a: Tensor, w: Tensor, shift: Tensor | None, keep: float, gain: float | Tensor
+    into: Moments,
+    a: Tensor,
+    w: Tensor | Squares,
+    shift: Tensor | None,
+    keep: float,
+    gain: float | Tensor,
 ) -> bool:
     """``into ← keep·into + gain·moments(a - shift, w)`` of a dense layer, ``a: [rows, in]``, ``w: [rows, out]``."""
     if into.mii is None:
         return False
-    if a.is_cuda:
+    if isinstance(w, Tensor) and a.is_cuda:
         return gpu.accumulate_(into, a, w, shift, keep, gain)
     gain = float(gain)
     if native.products_(into, a, w, shift, keep, gain):
         return True
+    w = w.formed() if isinstance(w, Squares) else w
     if w.dtype != into.mii.dtype or (pair := native.centre(a, shift)) is None:
         return False
     if into.m00 is not None:
@@ -73,9 +80,19 @@ def accumulate_(
     return True
 
 
-def square(delta: Tensor, scale: float | Tensor = 1.0, onto: Tensor | None = None) -> Tensor:
+def squares(delta: Tensor, scale: float | Tensor = 1.0) -> Tensor | Squares:
+    """``(scale·delta)²``, left to the product that it is for, where that can."""
+    if not delta.is_cuda and native.multiplies() and native.usable(delta.numel(), delta) and scale:
+        return Squares(delta, float(scale))
+    return square(delta, scale)
+
+
+def square(
+    delta: Tensor, scale: float | Tensor = 1.0, onto: Tensor | Squares | None = None
+) -> Tensor:
     """``(scale·delta)²`` as ``moments.square`` has it, added ``onto`` what is there already."""
     backend = gpu if delta.is_cuda else native
+    onto = onto.formed() if isinstance(onto, Squares) else onto
     if (w := backend.square(delta, scale, onto)) is not None:
         return w
     dtype = torch.promote_types(delta.dtype, torch.float32)
@@ -95,4 +112,14 @@ def finite(tensors: Sequence[Any]) -> bool | None:
     return native.finite(tensors)
 
 
-__all__ = ["Rule", "accumulate_", "diagonal", "finite", "quasi_diagonal", "square", "weaken_"]
+__all__ = [
+    "Rule",
+    "Squares",
+    "accumulate_",
+    "diagonal",
+    "finite",
+    "quasi_diagonal",
+    "square",
+    "squares",
+    "weaken_",
+]

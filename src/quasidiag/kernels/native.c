@@ -140,13 +140,19 @@ void qd_centre(int64_t rows, int64_t n, const float *a, const float *shift, floa
     }
 }
 
-/* Whether all numbers of all arrays are finite. */
-int qd_finite(int64_t count, const int64_t *sizes, const float *const *arrays, int threads) {
+/* Whether all numbers of all arrays are finite, or (scale x)^2 where a scale is not 0. */
+int qd_finite(int64_t count, const int64_t *sizes, const float *const *arrays, const float *scales,
+              int threads) {
     float sum = 0;
     for (int64_t k = 0; k < count; k++) {
-        const float *x = arrays[k];
+        const float *x = arrays[k], scale = scales[k];
+        if (scale == 0) {
 #pragma omp parallel for simd reduction(+ : sum) schedule(static) num_threads(worth(sizes[k], threads))
-        for (int64_t i = 0; i < sizes[k]; i++) sum += 0 * x[i]; /* 0, or not a number */
+            for (int64_t i = 0; i < sizes[k]; i++) sum += 0 * x[i]; /* 0, or not a number */
+        } else {
+#pragma omp parallel for simd reduction(+ : sum) schedule(static) num_threads(worth(sizes[k], threads))
+            for (int64_t i = 0; i < sizes[k]; i++) sum += 0 * ((scale * x[i]) * (scale * x[i]));
+        }
     }
     return sum == 0;
 }

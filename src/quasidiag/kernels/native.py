@@ -25,6 +25,7 @@ import torch
 from torch import Tensor
 
 from quasidiag.kernels.rule import Rule
+from quasidiag.kernels.squares import Squares
 from quasidiag.moments import Moments, smallest
 
 SMALLEST = smallest(torch.float32)
@@ -49,8 +50,8 @@ _SIGNATURES: dict[str, list[Any]] = {
     "qd_square": [_SIZE, _POINTER, _FLOAT, _FLOAT, _FLAG, _POINTER],
     "qd_weaken": [_SIZE, _POINTER, _FLOAT, _POINTER],
     "qd_centre": [_SIZE, _SIZE, *[_POINTER] * 4],
-    "qd_finite": [_SIZE, _POINTER, _POINTER],
-    "qd_products": [_SIZE, _SIZE, _SIZE, *[_POINTER] * 6, _FLOAT, _FLOAT],
+    "qd_finite": [_SIZE, *[_POINTER] * 3],
+    "qd_products": [_SIZE, _SIZE, _SIZE, *[_POINTER] * 6, *[_FLOAT] * 4],
 }
 
 
@@ -201,24 +202,33 @@ def weaken_(w: Tensor, slope: Tensor) -> bool:
 
 
 def products_(
-    into: Moments, a: Tensor, w: Tensor, shift: Tensor | None, keep: float, gain: float
+    into: Moments, a: Tensor, w: Tensor | Squares, shift: Tensor | None, keep: float, gain: float
 ) -> bool:
     """``into ← keep·into + gain·moments(a - shift, w)`` of a dense layer, ``a: [rows, n]`` and ``w: [rows, units]``."""
     m00, m0i, mii = into
-    if mii is None or mii.dim() != 2 or not usable(mii.numel(), *into, a, w, shift):
+    w, scale = w if isinstance(w, Squares) else (w, 0.0)
+    if (
+        mii is None
+        or mii.dim() != 2
+        or not (multiplies() and usable(mii.numel(), *into, a, w, shift))
+    ):
         return False
     numbers = map(_pointer, (a, w, shift, m00, m0i, mii))
-    return multiplies() and bool(_call("qd_products", *a.shape, w.shape[1], *numbers, keep, gain))
+    factors = keep, gain, scale, SMALLEST
+    return bool(_call("qd_products", *a.shape, w.shape[1], *numbers, *factors))
 
 
-def finite(tensors: Sequence[Any]) -> bool | None:
-    """Whether all numbers are finite."""
+def finite(numbers: Sequence[Any]) -> bool | None:
+    """Whether all numbers are finite; of squares, whether they will be."""
+    scales = [x.scale if isinstance(x, Squares) else 0.0 for x in numbers]
+    tensors = [x.delta if isinstance(x, Squares) else x for x in numbers]
     sizes = [t.numel() for t in tensors if isinstance(t, Tensor)]
     if not usable(sum(sizes), *tensors):
         return None
     count = len(sizes)
     arrays = (ctypes.c_void_p * count)(*map(_pointer, tensors))
-    return bool(_call("qd_finite", count, (ctypes.c_int64 * count)(*sizes), arrays))
+    lengths, factors = (ctypes.c_int64 * count)(*sizes), (ctypes.c_float * count)(*scales)
+    return bool(_call("qd_finite", count, lengths, arrays, factors))
 
 
 def centre(a: Tensor, shift: Tensor | None) -> tuple[Tensor, Tensor] | None:

@@ -2,8 +2,9 @@
  *
  *     m00 <- keep m00 + gain sum w,   m0i <- keep m0i + gain w^T (a - c),   mii <- keep mii + gain w^T (a - c)^2.
  *
+ * Where a scale is given, w is not the weights but the derivatives d that they are made of, w = (scale d)^2.
  * A matrix product in the usual blocks, for the sake of two things that a library's cannot do: a - c and its square are
- * formed while `a` is packed, so they are never written out, and w is packed once for both products. A tile of the
+ * formed while `a` is packed, and so is w, so they are never written out, and w is packed once for both products. A tile of the
  * result stays in registers while the samples go by. Every number is summed in the same order on any number of threads.
  */
 #include <stdint.h>
@@ -23,7 +24,7 @@ typedef struct {
     int64_t rows, n, units;
     const float *a, *w, *shift;
     float *m00, *m0i, *mii;
-    float keep, gain;
+    float keep, gain, scale, smallest;
 } problem;
 
 static inline int64_t least(int64_t x, int64_t y) { return x < y ? x : y; }
@@ -95,6 +96,12 @@ static void pack_units(const problem *p, int64_t start, int64_t k, int64_t first
                     memcpy(to, w, UNITS * sizeof(float));
                 else
                     for (int64_t i = 0; i < UNITS; i++) to[i] = i < there ? w[i] : 0.0f;
+                if (p->scale != 0)
+#pragma omp simd
+                    for (int64_t i = 0; i < UNITS; i++) {
+                        const float d = p->scale * to[i], dd = d * d;
+                        to[i] = dd < p->smallest ? 0.0f : dd;
+                    }
             }
         }
 }
@@ -151,8 +158,9 @@ static void give_back(room *mine) { free(__atomic_exchange_n(&kept, mine, __ATOM
 
 /* m00, m0i and shift may be NULL. Returns 0 and does nothing if there is no room for what is packed. */
 int qd_products(int64_t rows, int64_t n, int64_t units, const float *a, const float *w, const float *shift,
-                float *m00, float *m0i, float *mii, float keep, float gain, int threads) {
-    const problem p = {rows, n, units, a, w, shift, m00, m0i, mii, keep, gain};
+                float *m00, float *m0i, float *mii, float keep, float gain, float scale, float smallest,
+                int threads) {
+    const problem p = {rows, n, units, a, w, shift, m00, m0i, mii, keep, gain, scale, smallest};
     const int64_t samples = parts(rows, parts(rows, SAMPLES));
     const int64_t columns = least(parts(n, INPUTS), COLUMNS), panels = parts(units, UNITS);
     /* As many groups as make even shares; where there are fewer units than threads, the inputs are shared too. */
