@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import itertools
 import json
+from collections.abc import Iterable
 from pathlib import Path
 
 import pytest
@@ -34,18 +36,63 @@ def test_floor_of_a_transformer_counts_the_tied_head() -> None:
     assert floor.step(workload).multiplications >= 3 * samples * dense
 
 
-def test_ratios_are_taken_round_by_round() -> None:
-    slow = timing._summary([2.0, 20.0, 4.0], [1.0, 10.0, 2.0])
-    assert slow.ratio == slow.ratio_low == slow.ratio_high == 2.0
-    assert slow.median_ms == 4.0 and slow.ratio_of_least == 2.0
+class Clock:
+    """Hands out given times, and notes who was timed."""
+
+    def __init__(self, times: list[float]) -> None:
+        self.times, self.order = times, list[str]()
+
+    def __call__(self, call: timing.Call, repeat: int) -> float:
+        self.order += [str(call())] * repeat
+        return self.times.pop(0)
 
 
-def test_interleaved_times_everybody_in_every_round() -> None:
-    order: list[str] = []
-    calls = {name: (lambda name=name: order.append(name)) for name in ("a", "b")}
-    found = timing.interleaved(calls, "a", rounds=3, repeat=1, device=torch.device("cpu"))
-    assert order == ["a", "b"] * 4  # one round to warm up
-    assert found["a"].ratio == 1.0 and found["b"].rounds == 3
+def raced(
+    clock: Clock, monkeypatch: pytest.MonkeyPatch, disturbed: Iterable[bool], rounds: int
+) -> dict[str, timing.Timing]:
+    answers = iter(disturbed)
+    monkeypatch.setattr(timing, "_clock", lambda device, busy: clock)
+    monkeypatch.setattr(timing.Others, "disturbed", lambda self: next(answers))
+    monkeypatch.setattr(timing.time, "sleep", lambda seconds: None)
+    calls = {name: (lambda name=name: name) for name in ("a", "b")}
+    return timing.interleaved(calls, "a", rounds, repeat=1, device=torch.device("cpu"))
+
+
+def test_everybody_is_timed_between_two_turns_of_the_base(monkeypatch: pytest.MonkeyPatch) -> None:
+    # One call each to see how long they take, then base, contender, base in every round.
+    clock = Clock([*(1.0, 2.0), *(1.0, 4.0, 3.0), *(10.0, 40.0, 10.0)])
+    found = raced(clock, monkeypatch, itertools.repeat(False), rounds=2)
+    assert clock.order == ["a", "b"] + ["a", "b", "a"] * 2
+    assert found["a"].ratio == 1.0 and found["a"].least_ms == 3.0
+    slow = found["b"]
+    assert slow.ratio == 3.0 and slow.rounds == 2  # of 4 / 2 and 40 / 10
+    assert slow.median_ms == 22.0 and slow.ratio_of_least == 4 / 3
+
+
+def test_a_disturbed_turn_is_taken_again_but_not_for_ever(monkeypatch: pytest.MonkeyPatch) -> None:
+    clock = Clock([*(1.0, 2.0), *(1.0, 90.0, 9.0), *(1.0, 2.0, 1.0)])
+    found = raced(clock, monkeypatch, [True, False], rounds=1)
+    assert found["b"].ratio == 2.0
+    clock = Clock([1.0] * 100)
+    raced(clock, monkeypatch, itertools.repeat(True), rounds=1)
+    assert clock.order.count("b") == 1 + 1 + 2  # as often again as there are turns
+
+
+def test_turns_of_slow_ones_are_short_unless_they_have_a_period() -> None:
+    assert timing._repeat("SGD", 20.0, 10) == 10
+    assert timing._repeat("QDNat", 100.0, 10) == 3
+    assert timing._repeat("slow", 4000.0, 10) == 1
+    assert timing._repeat("SOAP every 10", 100.0, 10) == 10
+
+
+def test_others_are_noticed() -> None:
+    others = timing.Others()
+    others._busy -= 1e6
+    assert not others.disturbed()  # too soon to tell
+    others._start -= 1.0
+    assert others.disturbed()
+    others._busy += 2e6
+    assert not others.disturbed()
 
 
 def test_peak_memory_sees_what_a_call_holds() -> None:

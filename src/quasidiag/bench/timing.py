@@ -16,6 +16,8 @@ from torch import Tensor
 
 Call = Callable[[], object]
 
+#: Milliseconds that a turn should take, about.
+TURN = 300.0
 #: Of ``malloc.h``.
 _M_TRIM_THRESHOLD, _M_MMAP_MAX = -1, -4
 
@@ -44,29 +46,76 @@ def interleaved(
     device: torch.device,
     busy: bool = False,
 ) -> dict[str, Timing]:
-    """Time ``repeat`` calls of each contender in each of ``rounds`` rounds.
+    """Time every contender in each of ``rounds`` rounds, between two turns of the base, ``repeat`` calls a turn.
 
-    The ratio is the median over rounds of a contender's time over the base's *in the same round*, with the quartiles
-    as its spread: a slow moment of the machine hits both. Where others keep the machine ``busy``, count the processor
-    time of this process in place of the wall's.
+    The ratio is the median over rounds of a contender's time over the base's *right before and after*, with the
+    quartiles as its spread: a slow moment of the machine hits both. A turn that others disturbed is taken again. Where
+    others keep the machine ``busy`` all the time, count the processor time of this process in place of the wall's.
     """
     clock = _clock(device, busy)
-    for call in calls.values():
-        clock(call, repeat)
+    repeats = {name: _repeat(name, clock(call, 1), repeat) for name, call in calls.items()}
     times: dict[str, list[float]] = {name: [] for name in calls}
+    ratios: dict[str, list[float]] = {name: [] for name in calls}
+    patience = rounds * len(calls)
     gc.collect()
     gc.disable()
     try:
         for _ in range(rounds):
-            for name, call in calls.items():
-                times[name].append(clock(call, repeat))
+            before = clock(calls[base], repeats[base])
+            for name in calls:
+                if name == base:
+                    continue
+                others = Others()
+                taken, after = clock(calls[name], repeats[name]), clock(calls[base], repeats[base])
+                while others.disturbed() and patience and not busy:
+                    patience -= 1
+                    time.sleep(0.2)
+                    before, others = clock(calls[base], repeats[base]), Others()
+                    taken = clock(calls[name], repeats[name])
+                    after = clock(calls[base], repeats[base])
+                times[name].append(taken)
+                ratios[name].append(2 * taken / (before + after))
+                times[base].append(after)
+                ratios[base].append(1.0)
+                before = after
     finally:
         gc.enable()
-    return {name: _summary(values, times[base]) for name, values in times.items()}
+    if len(calls) == 1:
+        times[base], ratios[base] = [before], [1.0]
+    least = min(times[base])
+    return {name: _summary(times[name], ratios[name], least) for name in calls}
 
 
-def _summary(values: list[float], base: list[float]) -> Timing:
-    ratios = [x / y for x, y in zip(values, base)]
+def _repeat(name: str, ms: float, repeat: int) -> int:
+    """Calls a turn: fewer of slow ones, unless what they do comes round only every so many steps."""
+    return repeat if "every" in name else max(1, min(repeat, round(TURN / ms)))
+
+
+class Others:
+    """What other processes do to this machine's processors from now on."""
+
+    def __init__(self) -> None:
+        self._start, self._busy, self._own = time.perf_counter(), self._all(), time.process_time()
+
+    @staticmethod
+    def _all() -> float:
+        """Seconds that all processors were busy, or taken away by a hypervisor."""
+        try:
+            with open("/proc/stat") as file:
+                user, nice, system, _, _, *rest = map(int, file.readline().split()[1:9])
+        except (OSError, ValueError):
+            return time.process_time()  # nobody can say
+        return (user + nice + system + sum(rest)) / os.sysconf("SC_CLK_TCK")
+
+    def disturbed(self) -> bool:
+        """Whether they took more than a tenth of a processor; in less than a tenth of a second nobody can tell."""
+        wall = time.perf_counter() - self._start
+        return (
+            wall > 0.1 and self._all() - self._busy - (time.process_time() - self._own) > 0.1 * wall
+        )
+
+
+def _summary(values: list[float], ratios: list[float], least: float) -> Timing:
     low, _, high = statistics.quantiles(ratios, n=4) if len(ratios) > 1 else ratios * 3
     return Timing(
         median_ms=statistics.median(values),
@@ -74,7 +123,7 @@ def _summary(values: list[float], base: list[float]) -> Timing:
         ratio=statistics.median(ratios),
         ratio_low=low,
         ratio_high=high,
-        ratio_of_least=min(values) / min(base),
+        ratio_of_least=min(values) / least,
         rounds=len(values),
     )
 
