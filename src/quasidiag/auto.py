@@ -190,9 +190,8 @@ class QuadraticModel:
         pairs = [(i, j) for i in range(len(names)) for j in range(i + 1)]
         fresh = {f"{names[i]}, {names[j]}": float(fisher[i, j] / scale[i, j]) for i, j in pairs}
         known = self.report.forms
-        kept = {
-            name: FORMS * known.get(name, new) + (1 - FORMS) * new for name, new in fresh.items()
-        }
+        keep = FORMS if self.report.steps > 1 else 0.0  # the first step leads far away
+        kept = {name: keep * known.get(name, new) + (1 - keep) * new for name, new in fresh.items()}
         self.report.forms = {**known, **kept}
         averaged = torch.zeros_like(fisher)
         for (i, j), form in zip(pairs, kept.values()):

@@ -72,7 +72,8 @@ def test_coefficients_minimise_the_dense_quadratic_model(
     assert optimizer.auto is not None
     previous, length, average = None, 0.0, torch.zeros(())
     forms: dict[tuple[int, int], Tensor] = {}
-    for _ in range(4):
+    for step in range(4):
+        keep = FORMS if step > 1 else 0.0
         x, t = batch(output, 40, SIZES[0], SIZES[-1])
         fisher = dense_fisher(output, model, x)
         before = flat(model.parameters())
@@ -93,7 +94,7 @@ def test_coefficients_minimise_the_dense_quadratic_model(
         curvature, scale = span.T @ fisher @ span, damped.diagonal().sqrt()
         for i, j in itertools.product(range(len(columns)), repeat=2):
             new = curvature[i, j] / (scale[i] * scale[j])
-            forms[i, j] = FORMS * forms.get((i, j), new) + (1 - FORMS) * new
+            forms[i, j] = keep * forms.get((i, j), new) + (1 - keep) * new
             curvature[i, j] = forms[i, j] * scale[i] * scale[j]
         quadratic = curvature + report.damping * damped
         best = -torch.linalg.solve(quadratic, span.T @ g)
@@ -149,7 +150,7 @@ def test_the_damping_rises_with_the_loss() -> None:
     for step in range(3):
         optimizer.zero_grad()
         loss(model(x), t).backward()
-        damping = report.damping
+        damping, usual = report.damping, report.usual
         report.promise = 1e3
         if step:  # as if it had been the other way round
             with torch.no_grad():
@@ -160,7 +161,7 @@ def test_the_damping_rises_with_the_loss() -> None:
             loss(model(x), t).backward()
         optimizer.step()
     assert report.actual > 0 and report.retreats == 0
-    assert report.damping == pytest.approx(damping * RISE)
+    assert report.damping == pytest.approx(max(damping * RISE, 0.01 * usual))
 
 
 def test_a_step_that_did_harm_is_taken_back() -> None:
@@ -267,7 +268,7 @@ def test_what_has_no_metric_gets_a_coefficient_of_its_own() -> None:
     assert optimizer.auto is not None and plain.auto is not None
     assert optimizer.auto.other not in (0.0, optimizer.auto.alpha)
     assert model.temperature[0] != 0 and model.temperature[1] == 0
-    assert float(loss(model(x), t)) < 1.5 * float(loss(plain_model(x), t))
+    assert float(loss(model(x), t)) < 0.3 > float(loss(plain_model(x), t))
 
 
 def test_directions_that_coincide_have_a_solution() -> None:

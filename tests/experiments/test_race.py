@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import csv
+import itertools
 import json
 from dataclasses import replace
 from pathlib import Path
@@ -13,8 +14,8 @@ import torch
 import quasidiag as qd
 from quasidiag.cli import main
 from quasidiag.experiments import pool
-from quasidiag.experiments.runs import RunDir
-from quasidiag.race import contenders, levels, networks, summary, tables, tasks
+from quasidiag.experiments.runs import RunDir, write_json
+from quasidiag.race import contenders, networks, summary, tables, tasks, train
 from quasidiag.race.contenders import OURS
 from quasidiag.race.plan import Plan, ordered
 from quasidiag.race.tasks import RaceConfig
@@ -54,7 +55,10 @@ def test_ours_has_one_trial_and_peers_have_a_grid_and_two_schedules(tmp_path, da
 
 def test_what_ours_is_made_with(data_dir):
     config = tasks.find("eeg").config("constant", OURS, 1.0, scale="smoke")
+    share = tasks.find("eeg").config("share-0.1", OURS, 1.0, scale="smoke")
+    assert RaceTrainer(share, data_dir).optimizer.metric_fraction == 0.1
     optimizer = RaceTrainer(config, data_dir).optimizer
+    assert optimizer.metric_fraction == 1.0
     assert isinstance(optimizer, qd.Riemannian)
     assert optimizer.auto is not None
     assert [group["lr"] for group in optimizer.param_groups] == [1.0]
@@ -65,7 +69,7 @@ def test_every_task_trains_with_ours(task, data_dir):
     config = tasks.find(task).config("constant", OURS, 1.0, scale="smoke")
     trainer = RaceTrainer(replace(config, train_size=100, valid_size=20), data_dir)
     before = trainer.evaluate()["train_nll"]
-    for _ in range(3):  # a step that did harm is taken back, and an epoch has only two
+    for _ in range(5):  # a step that did harm is taken back, and an epoch has only two
         trainer.train_epoch()
     assert trainer.evaluate()["train_nll"] < before
 
@@ -186,13 +190,67 @@ def test_the_comparison_of_known_curves():
     assert rows["SGD"]["levels"]["1.0"] == {"loss": 8, "steps": 200, "seconds": None}
 
 
-def test_steps_to_a_level_are_counted_one_by_one(data_dir):
+def test_the_loss_is_looked_at_on_the_way(data_dir):
+    """At the same steps whatever the epoch, and without a trace in the training."""
     config = tasks.find("eeg").config("constant", OURS, 1.0, scale="smoke")
-    trainer, twin = (RaceTrainer(replace(config, train_size=100), data_dir) for _ in range(2))
-    seen = [loss for _, loss in levels._losses(twin, "train_error", 8)]
-    level = min(seen)
-    found = levels.steps_to(trainer, "train_error", [1e9, level, -1.0], 8)
-    assert found == {"1e+09": 1, f"{level:.6g}": 1 + seen.index(level)}
+    config = replace(config, batch_size=16)
+    trainer, twin = (RaceTrainer(config, data_dir) for _ in range(2))
+    lines = [trainer.evaluate()]
+    for _ in range(3):
+        trainer.train_epoch()
+        lines.append(trainer.evaluate())
+    assert [len(line["within"]) for line in lines] == [0, 12, 9, 5]
+    twin._look = lambda epoch: None
+    for _ in range(3):
+        twin.train_epoch()
+    assert twin.evaluate()["train_error"] == lines[-1]["train_error"]
+    curve = summary.mean_curve([lines, lines], "train_error")
+    assert curve["epoch"][:3] == [
+        0.0,
+        pytest.approx(1 / 12, abs=1e-6),
+        pytest.approx(2 / 12, abs=1e-6),
+    ]
+    assert curve["epoch"][-1] == 3.0 and curve["loss"][-1] == lines[-1]["train_error"]
+    assert curve["loss"] == curve["low"] == curve["high"]
+    assert summary.at(curve, 1.0) == pytest.approx(lines[1]["train_error"], rel=1e-5)
+
+
+def test_when_the_loss_is_looked_at():
+    steps = [n for n in range(1, 2000) if train.looked_at(n)]
+    assert steps[:20] == list(range(1, 21))
+    assert all(1.0 < b / a < 1.25 for a, b in itertools.pairwise(steps[19:]))
+
+
+def test_more_seeds_for_what_stands_for_a_contender_only(tmp_path, data_dir):
+    race = Plan(
+        tasks.find("eeg"),
+        "medium",
+        str(tmp_path),
+        "eeg",
+        overrides=TINY,
+        algorithms=(OURS, "AdamW"),
+    )
+    while pending := race.pending():
+        for config in pending:
+            final = {"train_error": abs(config.lr - 1e-3) + (config.variant == "cosine")}
+            RunDir(tmp_path, config).path.mkdir(parents=True)
+            write_json(
+                RunDir(tmp_path, config).path / "result.json",
+                {"status": "finished", "final": final},
+            )
+    seeds = {
+        (a, s): [
+            k for k in range(3) if race.result(race.config(s, a, 1.0 if a == OURS else 1e-3, k))
+        ]
+        for a in (OURS, "AdamW")
+        for s in ("constant", "cosine")
+    }
+    assert seeds == {
+        (OURS, "constant"): [0, 1, 2],
+        (OURS, "cosine"): [0, 1, 2],
+        ("AdamW", "constant"): [0, 1, 2],
+        ("AdamW", "cosine"): [0],
+    }
 
 
 def test_the_command_races_sums_up_and_draws(tmp_path, data_dir, capsys):
@@ -203,8 +261,6 @@ def test_the_command_races_sums_up_and_draws(tmp_path, data_dir, capsys):
     assert main(words) == 0
     assert main([*words, "--dry-run"]) == 0
     assert "0 runs now" in capsys.readouterr().out
-    assert main([*words, "--levels"]) == 0
-    assert "eeg: " in capsys.readouterr().out
     out = tmp_path / "race"
     found = json.loads((out / "summary.json").read_text())
     names = [OURS, f"{OURS}, cosine", "AdamW", "SGD"]

@@ -92,7 +92,7 @@ class RunDir:
         if pictures is not None:
             target = self.path / "reconstructions.npz"
             write_atomically(target, lambda path: _savez(path, pictures))
-        keys = [key for key in lines[0] if key not in ("epoch", "seconds")]
+        keys = [key for key in lines[0] if key not in ("epoch", "seconds", "within")]
         values = {key: [line[key] for line in lines if line.get(key) is not None] for key in keys}
         result = {
             "status": "diverged" if reason else "finished",
@@ -100,8 +100,8 @@ class RunDir:
             "epochs": trainer.epoch,
             "seconds": trainer.seconds,
             "parameters": parameter_count(trainer.model, trainer.criterion),
-            "initial": lines[0],
-            "final": lines[-1],
+            "initial": _without_curve(lines[0]),
+            "final": _without_curve(lines[-1]),
             "best": {key: min(values[key], default=None) for key in keys},
         }
         write_json(self.path / "result.json", result)
@@ -131,6 +131,10 @@ class RunDir:
         with (self.path / ".lock").open("w") as stream:
             fcntl.flock(stream, fcntl.LOCK_EX)
             yield
+
+
+def _without_curve(line: Line) -> Line:
+    return {key: value for key, value in line.items() if key != "within"}
 
 
 def _savez(path: Path, arrays: dict[str, np.ndarray]) -> None:

@@ -149,19 +149,25 @@ class Trainer:
             torch.cuda.synchronize()
 
     @torch.no_grad()
-    def evaluate(self) -> dict[str, float | int | None]:
+    def evaluate(self) -> dict[str, Any]:
         """The metrics of this epoch; what is not finite is None."""
         self.model.eval()
-        line: dict[str, float | int | None] = {"epoch": self.epoch, "seconds": self.seconds}
-        for part, (x, t) in (("train", self.data.evaluated), ("valid", self.data.valid)):
-            sums = torch.zeros(2, dtype=torch.float64, device=x.device)
-            for k in range(0, len(x), CHUNK):
-                sums += self._sums(x[k : k + CHUNK], t[k : k + CHUNK])
-            nll, error = (sums / len(x)).tolist()
+        line: dict[str, Any] = {"epoch": self.epoch, "seconds": self.seconds}
+        for part, data in (("train", self.data.evaluated), ("valid", self.data.valid)):
+            nll, error = self._means(data)
             line[f"{part}_nll"], line[f"{part}_error"] = _finite(nll), _finite(error)
             if self.config.autoencoder:
-                line[f"{part}_mse"] = _finite(2 * error / x.shape[1])
+                line[f"{part}_mse"] = _finite(2 * error / data[0].shape[1])
         return line
+
+    def _means(self, data: tuple[Tensor, Tensor]) -> list[float]:
+        """Negative log-likelihood and error of a sample."""
+        x, t = data
+        sums = torch.zeros(2, dtype=torch.float64, device=x.device)
+        for k in range(0, len(x), CHUNK):
+            sums += self._sums(x[k : k + CHUNK], t[k : k + CHUNK])
+        means: list[float] = (sums / len(x)).tolist()
+        return means
 
     def _sums(self, x: Tensor, t: Tensor) -> Tensor:
         """Negative log-likelihood and error, summed over samples."""

@@ -34,7 +34,9 @@ def add_parser(subparsers: Any) -> None:
     parser.add_argument("tasks", nargs="*", metavar="TASK", help=", ".join(tasks.BY_NAME))
     parser.add_argument("--contenders", metavar="A,B", help="only these (default: all installed)")
     parser.add_argument("--scale", default="small", choices=tasks.SCALES)
-    parser.add_argument("--robustness", action="store_true", help="other factors and batch sizes")
+    parser.add_argument(
+        "--robustness", action="store_true", help="other factors, batch sizes and shares"
+    )
     parser.add_argument(
         "--no-extend", action="store_true", help="only the grid that peers begin with"
     )
@@ -43,9 +45,6 @@ def add_parser(subparsers: Any) -> None:
     parser.add_argument("--dry-run", action="store_true", help="print the runs that would be done")
     parser.add_argument(
         "--time", action="store_true", help="only time the contenders' steps, in turns, alone"
-    )
-    parser.add_argument(
-        "--levels", action="store_true", help="only count ours' steps to the losses of AdamW"
     )
     parser.add_argument("--summary", action="store_true", help="only sum up the runs there are")
     parser.add_argument("--out", metavar="DIR", help="tables, numbers and pictures (RUNS/race)")
@@ -83,8 +82,6 @@ def run(arguments: argparse.Namespace) -> int:
     code = 0
     if arguments.time:
         _time(plans, Path(root), deadline)
-    elif arguments.levels:
-        _levels(plans, Path(root))
     elif not arguments.summary:
         code = _run_all(plans, pool.Settings(root, data_dir, deadline), arguments.jobs)
     _sum_up(plans, Path(root), Path(arguments.out or Path(root) / "race"))
@@ -140,23 +137,6 @@ def _time(plans: Sequence[Plan], root: Path, deadline: float | None) -> None:
             ),
             flush=True,
         )
-
-
-def _levels(plans: Sequence[Plan], root: Path) -> None:
-    """Into ``RUNS/race-levels.json``, by task and loss; the curves of the race are too coarse for that."""
-    from . import levels
-
-    torch.set_flush_denormal(True)
-    path = root / "race-levels.json"
-    for plan in plans:
-        wanted = levels.wanted(plan)
-        if not wanted:
-            print(f"{plan.experiment.name}: AdamW's search is not over")
-            continue
-        found = levels.measure(plan, wanted)
-        write_json(path, {**(read_json(path) or {}), plan.experiment.name: found})
-        steps = [f"{level:.4g} after {found.get(f'{level:.6g}', 'no')} steps" for level in wanted]
-        print(f"{plan.experiment.name}: {', '.join(steps)}", flush=True)
 
 
 def _sum_up(plans: Sequence[Plan], root: Path, out: Path) -> None:

@@ -17,7 +17,7 @@ from torch.optim import Optimizer
 
 import quasidiag as qd
 
-Make = Callable[[nn.Module, qd.OutputModel, float, str], Optimizer]
+Make = Callable[..., Optimizer]
 
 OURS = "Riemannian"
 
@@ -89,8 +89,10 @@ def _all(model: nn.Module, criterion: nn.Module) -> list[nn.Parameter]:
     return [*model.parameters(), *criterion.parameters()]
 
 
-def _riemannian(model: nn.Module, criterion: qd.OutputModel, lr: float, device: str) -> Optimizer:
-    optimizer = qd.Riemannian(model, criterion)
+def _riemannian(
+    model: nn.Module, criterion: qd.OutputModel, lr: float, device: str, **options: float
+) -> Optimizer:
+    optimizer = qd.Riemannian(model, criterion, **options)  # type: ignore[arg-type]
     for group in optimizer.param_groups:  # the factor: 1 unless its robustness is what is measured
         group["lr"] = lr
     return optimizer

@@ -42,9 +42,10 @@ class Plan(Sweep):
         return super().lrs(variant, algorithm)
 
     def pending(self) -> list[Config]:
-        """The runs that can be done now; robustness needs one seed only."""
+        """The runs that can be done now; only what stands for a contender has more than one seed."""
+        shown = {(a, *pair) for a in self.algorithms for pair in self.chosen(a).values()}
         wanted = super().pending()
-        return [c for c in wanted if c.variant in SCHEDULES or c.seed == 0]
+        return [c for c in wanted if c.seed == 0 or (c.algorithm, c.variant, c.lr) in shown]
 
     def metrics(self, config: Config) -> list[Line]:
         """The curve of a run."""

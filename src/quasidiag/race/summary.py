@@ -1,7 +1,7 @@
 """What the race says: steps and time to given losses, final losses, and how ours stands other factors and batches.
 
-Losses are evaluated once an epoch; in between they are taken to fall on a straight line, which for a curve that
-flattens out is later than the truth, for everybody alike.
+Losses are looked at after each of the first steps, then less and less often; in between they are taken to fall on a
+straight line, for everybody alike.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from quasidiag.experiments.runs import Line, write_atomically
 
 from .contenders import CONTENDERS, OURS
 from .plan import Plan
-from .tasks import FACTORS, ROBUSTNESS, find
+from .tasks import FACTORS, ROBUSTNESS, RaceConfig, find
 
 REFERENCE = "AdamW"
 #: Parts of the slowest contender's run at which the levels for the comparison by time are read.
@@ -29,19 +29,22 @@ Timing = dict[str, dict[str, float]]
 
 
 def mean_curve(runs: Sequence[Sequence[Line]], key: str) -> Curve:
-    """Epochs, the mean loss over seeds, and its range."""
-    length = min(len(run) for run in runs)
-    values = [[run[k][key] for run in runs] for k in range(length)]
+    """Epochs (of which there are parts), the mean loss over seeds, and its range."""
+    points = [_points(run, key) for run in runs]
+    epochs = sorted(set.intersection(*(set(seen) for seen in points)))
+    values = [[seen[epoch] for seen in points] for epoch in epochs]
     return {
-        "epoch": [float(runs[0][k]["epoch"]) for k in range(length)],
+        "epoch": epochs,
         "loss": [fmean(at) for at in values],
         "low": [min(at) for at in values],
         "high": [max(at) for at in values],
-        "seconds": [fmean(run[k]["seconds"] for run in runs) for k in range(length)],
-        "valid": [
-            fmean(run[k][f"valid_{key.partition('_')[2]}"] for run in runs) for k in range(length)
-        ],
     }
+
+
+def _points(run: Sequence[Line], key: str) -> dict[float, float]:
+    """The loss at each epoch, and at the moments between two of them at which it was looked at."""
+    between = {epoch: loss for line in run for epoch, loss in line.get("within") or []}
+    return between | {float(line["epoch"]): line[key] for line in run}
 
 
 def reached(curve: Curve, level: float) -> float | None:
@@ -124,10 +127,7 @@ def _compare(rows: dict[str, dict[str, Any]], steps: int, timing: dict[str, floa
     reference = rows.get(REFERENCE)
     for name, row in rows.items():
         curve = row["curve"]
-        row["first"], row["final"] = (
-            curve["loss"][min(1, len(curve["loss"]) - 1)],
-            curve["loss"][-1],
-        )
+        row["first"], row["final"] = at(curve, 1.0), curve["loss"][-1]
         measured = None if timing is None else timing.get(name.partition(",")[0])
         row["seconds_per_step"] = measured
         row["to_reference"] = row["ratio"] = None
@@ -147,11 +147,11 @@ def _compare(rows: dict[str, dict[str, Any]], steps: int, timing: dict[str, floa
 
 
 def _robustness(plan: Plan, rows: dict[str, dict[str, Any]]) -> list[dict[str, Any]]:
-    """Ours at other factors and minibatch sizes, beside itself after the same number of epochs."""
+    """Ours at other factors, minibatch sizes and shares, beside itself after the same number of epochs."""
     found = []
     for variant in ROBUSTNESS:
         for lr in FACTORS if variant == "factor" else (1.0,):
-            config = plan.config(variant, OURS, lr)
+            config = RaceConfig.from_dict(plan.config(variant, OURS, lr).to_dict())
             result = plan.result(config)
             if result is not None:
                 own = rows.get(OURS)
@@ -159,6 +159,7 @@ def _robustness(plan: Plan, rows: dict[str, dict[str, Any]]) -> list[dict[str, A
                     {
                         "factor": lr,
                         "batch_size": config.batch_size,
+                        "share": config.options.get("metric_fraction", 1.0),
                         "epochs": config.epochs,
                         "status": result["status"],
                         "loss": result["final"].get(plan.experiment.select),

@@ -73,7 +73,7 @@ def times(summaries: Sequence[dict[str, Any]]) -> str:
 
 
 def robustness(summaries: Sequence[dict[str, Any]]) -> str:
-    """Ours at other factors and minibatch sizes."""
+    """Ours at other factors, minibatch sizes and shares."""
     tested = [s for s in summaries if s["robustness"]]
     if not tested:
         return ""
@@ -86,11 +86,13 @@ def robustness(summaries: Sequence[dict[str, Any]]) -> str:
         }
         epochs = str(s["robustness"][0]["epochs"])
         lines.append((s["title"], epochs, *(cells.get(key, "") for key in keys)))
-    return _titled(f"Training loss of {OURS} at other factors and minibatch sizes", lines)
+    return _titled(f"Training loss of {OURS} at other factors, minibatch sizes and shares", lines)
 
 
 def _key(summary: dict[str, Any], row: dict[str, Any]) -> str:
     other = row["batch_size"] != summary["batch_size"]
+    if row["share"] < 1:
+        return f"metric on {row['share']:g}"
     return f"batch {row['batch_size']}" if other else f"factor {row['factor']:g}"
 
 

@@ -20,10 +20,15 @@ SCHEDULES: Mapping[str, Mapping[str, Any]] = {
     "constant": {"schedule": "constant"},
     "cosine": {"schedule": "cosine"},
 }
-#: What ours must survive: factors in the place of 1, and minibatches of other sizes.
+#: What ours must survive: factors in the place of 1, minibatches of other sizes, and shares of them in the metric.
 FACTORS = (0.1, 0.3, 1.0, 2.0)
 BATCHES = (50, 200, 1000, 2000)
-ROBUSTNESS = ("factor", *(f"batch-{size}" for size in BATCHES))
+SHARES = (0.1, 0.3)
+ROBUSTNESS = (
+    "factor",
+    *(f"batch-{size}" for size in BATCHES),
+    *(f"share-{share}" for share in SHARES),
+)
 SCALES = ("smoke", "small", "medium", "full")
 
 
@@ -38,6 +43,12 @@ class RaceConfig(Config):
     def from_dict(values: dict[str, Any]) -> RaceConfig:
         """The inverse of ``to_dict``."""
         return RaceConfig(**{**values, "layers": tuple(values["layers"])})
+
+    @property
+    def options(self) -> dict[str, Any]:
+        """What the optimizer is given besides its step size."""
+        name, _, share = self.variant.partition("-")
+        return {"metric_fraction": float(share)} if name == "share" else {}
 
     def factor(self, epoch: int) -> float:
         """What multiplies the step size in an epoch, the first being 0."""
@@ -55,7 +66,7 @@ class Task(Experiment):
     kind: str = "classifier"
 
     def scale(self, name: str) -> Scale:
-        """``smoke``: does it run; ``small``: two cores; ``medium``: all data, one seed; ``full``: three seeds."""
+        """``smoke``: does it run; ``small``: two cores; ``medium``: all data; ``full``: all epochs."""
         epochs = self.paper_epochs
         if name == "smoke":
             return Scale(2, 200, 100, None, batch_size=50, extend=0, grid_points=2)
@@ -63,10 +74,10 @@ class Task(Experiment):
             size = 20 * self.batch_size
             return Scale(math.ceil(0.4 * epochs), size, 1000, 5000, self.batch_size, extend=2)
         if name == "medium":
-            return Scale(math.ceil(0.6 * epochs), None, 5000, 10_000, self.batch_size, extend=2)
-        if name == "full":
+            epochs = math.ceil(0.6 * epochs)
+        if name in ("medium", "full"):
             seeds = (0, 1, 2)
-            return Scale(epochs, None, 5000, 10_000, self.batch_size, seeds, extend=4)
+            return Scale(epochs, None, 5000, 10_000, self.batch_size, seeds, extend=2)
         raise suggest("scale", name, SCALES)
 
     def config(

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+import time
 from collections.abc import Iterator
 from functools import lru_cache, partial
 from typing import Any
@@ -19,7 +21,10 @@ from quasidiag.experiments.train import Split, Trainer
 
 from . import networks
 from .contenders import CONTENDERS
-from .tasks import RaceConfig
+from .tasks import RaceConfig, find
+
+#: The loss is looked at after each of the first steps, then whenever there are this many times as many.
+EVERY_ONE, THEN = 20, 1.1
 
 #: A worker goes from task to task; the device has room for the data of all.
 _load = lru_cache(maxsize=8)(datasets.load)
@@ -69,6 +74,7 @@ class RaceTrainer(Trainer):
     config: RaceConfig
 
     def __init__(self, config: Config, data_dir: str | None = None, graph: bool = True) -> None:
+        self._within: list[list[float]] = []
         self._graph = graph and config.device != "cpu" and CONTENDERS[config.algorithm].graph
         super().__init__(config, data_dir, graph=False)
 
@@ -83,9 +89,8 @@ class RaceTrainer(Trainer):
         return models.build(self.config)
 
     def _optimizer(self) -> Optimizer:
-        made = CONTENDERS[self.config.algorithm].make(
-            self.model, self.criterion, self.config.lr, self.config.device
-        )
+        given = self.model, self.criterion, self.config.lr, self.config.device
+        made = CONTENDERS[self.config.algorithm].make(*given, **self.config.options)
         self._lrs = [group["lr"] for group in made.param_groups]
         return made
 
@@ -105,7 +110,36 @@ class RaceTrainer(Trainer):
         first = isinstance(self.step, GraphedStep)
         if self._graph and not (first and self.config.schedule == "constant"):
             self.step = GraphedStep(self._step, self.optimizer)
-        super().train_epoch()
+        length = len(self.data.train[0]) // self.config.batch_size
+        self.model.train()
+        self._wait()
+        start = time.perf_counter()
+        for number, (x, t) in enumerate(self._minibatches(), self.epoch * length + 1):
+            self.step(x, t)
+            if looked_at(number):
+                self._wait()
+                self.seconds += time.perf_counter() - start
+                self._look(number / length)
+                start = time.perf_counter()
+        self._wait()
+        self.seconds += time.perf_counter() - start
+        self.epoch += 1
+
+    @torch.no_grad()
+    def _look(self, epoch: float) -> None:
+        """Keep the training loss of the moment; nothing else changes."""
+        self.model.eval()
+        loss = self._means(self.data.evaluated)[
+            find(self.config.experiment).select == "train_error"
+        ]
+        if math.isfinite(loss):
+            self._within.append([round(epoch, 6), float(f"{loss:.6g}")])
+        self.model.train()
+
+    def evaluate(self) -> dict[str, Any]:
+        """The metrics of this epoch, with the training losses on the way there, ``[epoch, loss]``."""
+        within, self._within = self._within, []
+        return {**super().evaluate(), "within": within}
 
     def _sums(self, x: Tensor, t: Tensor) -> Tensor:
         if self.config.autoencoder:
@@ -117,6 +151,14 @@ class RaceTrainer(Trainer):
     def pictures(self) -> None:
         """None are kept."""
         return None
+
+
+def looked_at(step: int) -> bool:
+    """Whether the loss is looked at after so many steps."""
+    if step <= EVERY_ONE:
+        return True
+    before, now = (math.floor(math.log(n / EVERY_ONE, THEN)) for n in (step - 1, step))
+    return now > before
 
 
 def work(config: dict[str, Any], settings: pool.Settings) -> pool.Outcome:
