@@ -73,26 +73,21 @@ def draw(summary: dict[str, Any]) -> Figure:
 
 
 def _curves(axis: Axes, summary: dict[str, Any], per_epoch: dict[str, float]) -> None:
-    """The first point is the end of the first epoch: nobody has done anything before."""
+    """From the first step on."""
     for row in summary["contenders"]:
         name = row["contender"]
         if name not in per_epoch:
             continue
-        base, _, cosine = name.partition(", ")
         x = [per_epoch[name] * epoch for epoch in row["curve"]["epoch"][1:]]
-        colour = COLOURS[base]
-        tuned = "" if base == OURS else f" ({row['lr']:g}, {row['schedule']})"
-        label = name + (tuned or ", untuned")
+        colour = COLOURS[name]
+        label = f"{name}, untuned" if name == OURS else f"{name} ({row['lr']:g}, {row['schedule']})"
         axis.plot(
             x,
             row["curve"]["loss"][1:],
             color=colour,
-            lw=2 if base == OURS else 1.2,
-            ls="--" if cosine else "-",
-            marker="o" if len(x) < 12 else None,
-            ms=2.5,
+            lw=2 if name == OURS else 1.2,
             label=label,
-            zorder=3 if base == OURS else 2,
+            zorder=3 if name == OURS else 2,
         )
         if row["seeds"] > 1:
             band = (row["curve"]["low"][1:], row["curve"]["high"][1:])

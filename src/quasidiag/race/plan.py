@@ -17,9 +17,9 @@ from .tasks import FACTORS, ROBUSTNESS, SCHEDULES
 
 @dataclass(frozen=True)
 class Plan(Sweep):
-    """One task: every peer over step sizes and schedules, ours as it is and with the same schedules.
+    """One task: every peer over step sizes and schedules, ours as it is.
 
-    With ``robustness`` ours also runs at other factors and other minibatch sizes.
+    With ``robustness`` ours also runs at other factors, other minibatch sizes and with other shares in its metric.
     """
 
     robustness: bool = False
@@ -29,7 +29,8 @@ class Plan(Sweep):
     def cells(self) -> Iterator[tuple[str, str]]:
         """Ours first: its runs are the longest."""
         for algorithm in (a for a in CONTENDERS if a in self.algorithms):
-            yield from ((schedule, algorithm) for schedule in SCHEDULES)
+            schedules = ("constant",) if algorithm == OURS else SCHEDULES
+            yield from ((schedule, algorithm) for schedule in schedules)
         if self.robustness and OURS in self.algorithms:
             yield from ((variant, OURS) for variant in ROBUSTNESS)
 
@@ -43,9 +44,9 @@ class Plan(Sweep):
 
     def pending(self) -> list[Config]:
         """The runs that can be done now; only what stands for a contender has more than one seed."""
-        shown = {(a, *pair) for a in self.algorithms for pair in self.chosen(a).values()}
+        chosen = {a: self.chosen(a) for a in self.algorithms}
         wanted = super().pending()
-        return [c for c in wanted if c.seed == 0 or (c.algorithm, c.variant, c.lr) in shown]
+        return [c for c in wanted if c.seed == 0 or (c.variant, c.lr) == chosen[c.algorithm]]
 
     def metrics(self, config: Config) -> list[Line]:
         """The curve of a run."""
@@ -66,16 +67,12 @@ class Plan(Sweep):
         lrs = {schedule: self.lrs(schedule, algorithm) for schedule in SCHEDULES}
         return all(len(self.values(s, algorithm, lrs[s])) == len(lrs[s]) for s in SCHEDULES)
 
-    def chosen(self, algorithm: str) -> dict[str, tuple[str, float]]:
-        """What stands for a contender, by the name it goes under: its best; ours constant, and with a cosine factor."""
+    def chosen(self, algorithm: str) -> tuple[str, float] | None:
+        """The schedule and step size that stand for a contender: its best; ours as it is."""
         if algorithm != OURS:
-            best = self.best(algorithm) if self.tuned(algorithm) else None
-            return {} if best is None else {algorithm: best}
-        kept = {}
-        for name, schedule in ((OURS, "constant"), (f"{OURS}, cosine", "cosine")):
-            if best_of(self.values(schedule, OURS, [1.0])) is not None:
-                kept[name] = (schedule, 1.0)
-        return kept
+            return self.best(algorithm) if self.tuned(algorithm) else None
+        ended_well = best_of(self.values("constant", OURS, [1.0])) is not None
+        return ("constant", 1.0) if ended_well else None
 
     def curves(self, schedule: str, algorithm: str, lr: float) -> list[list[Line]]:
         """The curves of all seeds that finished."""

@@ -74,19 +74,18 @@ def summarise(plan: Plan, timing: Timing | None = None) -> dict[str, Any]:
     task = find(plan.experiment.name)
     rows: dict[str, dict[str, Any]] = {}
     for algorithm in (a for a in CONTENDERS if a in plan.algorithms):
-        for name, (schedule, lr) in plan.chosen(algorithm).items():
-            runs = plan.curves(schedule, algorithm, lr)
-            if runs:
-                rows[name] = {
-                    "contender": name,
-                    "schedule": schedule,
-                    "lr": lr,
-                    "seeds": len(runs),
-                    "trials": sum(e["status"] != "missing" for e in plan.tried(algorithm)),
-                    "curve": mean_curve(runs, task.select),
-                }
-                if algorithm == OURS:
-                    rows[name]["trials"] = 1
+        schedule, lr = plan.chosen(algorithm) or ("", 0.0)
+        runs = plan.curves(schedule, algorithm, lr) if schedule else []
+        if runs:
+            tried = [entry for entry in plan.tried(algorithm) if entry["status"] != "missing"]
+            rows[algorithm] = {
+                "contender": algorithm,
+                "schedule": schedule,
+                "lr": lr,
+                "seeds": len(runs),
+                "trials": 1 if algorithm == OURS else len(tried),
+                "curve": mean_curve(runs, task.select),
+            }
     config = plan.config("constant", OURS, 1.0)
     steps = _steps_per_epoch(plan)
     _compare(rows, steps, (timing or {}).get(task.name))
@@ -128,7 +127,7 @@ def _compare(rows: dict[str, dict[str, Any]], steps: int, timing: dict[str, floa
     for name, row in rows.items():
         curve = row["curve"]
         row["first"], row["final"] = at(curve, 1.0), curve["loss"][-1]
-        measured = None if timing is None else timing.get(name.partition(",")[0])
+        measured = None if timing is None else timing.get(name)
         row["seconds_per_step"] = measured
         row["to_reference"] = row["ratio"] = None
         if reference is not None:
