@@ -71,24 +71,29 @@ void qd_quasi_diagonal(int64_t rows, int64_t n, const float *m00, const float *m
     }
 }
 
-/* The diagonal reduction of n numbers, and what follows it. */
-void qd_diagonal(int64_t n, const float *m, const float *v, float *w, float *buffer, float *theta, rule r,
-                 int threads) {
+/* The diagonal reduction of several arrays, and what follows it. w, buffers and thetas may be NULL. */
+void qd_diagonal(int64_t count, const int64_t *sizes, const float *const *ms, const float *const *vs,
+                 float *const *ws, float *const *buffers, float *const *thetas, rule r, int threads) {
     enum { CHUNK = 2048 };
-#pragma omp parallel num_threads(worth(n, threads))
+    int64_t all = 0;
+    for (int64_t k = 0; k < count; k++) all += sizes[k];
+#pragma omp parallel num_threads(worth(all, threads))
     {
         const unsigned before = flush_denormals();
         float scratch[CHUNK];
-#pragma omp for schedule(static)
-        for (int64_t start = 0; start < n; start += CHUNK) {
-            const int64_t size = n - start < CHUNK ? n - start : CHUNK;
-            float *out = w ? w + start : scratch;
+        for (int64_t k = 0; k < count; k++) {
+            const float *m = ms[k], *v = vs[k];
+#pragma omp for schedule(static) nowait
+            for (int64_t start = 0; start < sizes[k]; start += CHUNK) {
+                const int64_t size = sizes[k] - start < CHUNK ? sizes[k] - start : CHUNK;
+                float *out = ws ? ws[k] + start : scratch;
 #pragma omp simd
-            for (int64_t i = 0; i < size; i++) {
-                const float plus = m[start + i] + r.eps, d = plus > r.floor ? plus : r.floor;
-                out[i] = d > 0 ? r.scale * v[start + i] / d : 0.0f;
+                for (int64_t i = 0; i < size; i++) {
+                    const float plus = m[start + i] + r.eps, d = plus > r.floor ? plus : r.floor;
+                    out[i] = d > 0 ? r.scale * v[start + i] / d : 0.0f;
+                }
+                apply(size, out, buffers ? buffers[k] + start : NULL, thetas ? thetas[k] + start : NULL, r);
             }
-            apply(size, out, buffer ? buffer + start : NULL, theta ? theta + start : NULL, r);
         }
         restore(before);
     }
@@ -144,14 +149,18 @@ void qd_centre(int64_t rows, int64_t n, const float *a, const float *shift, floa
 int qd_finite(int64_t count, const int64_t *sizes, const float *const *arrays, const float *scales,
               int threads) {
     float sum = 0;
+    int64_t all = 0;
+    for (int64_t k = 0; k < count; k++) all += sizes[k];
+#pragma omp parallel reduction(+ : sum) num_threads(worth(all, threads))
     for (int64_t k = 0; k < count; k++) {
         const float *x = arrays[k], scale = scales[k];
+        const int64_t first = sizes[k] * thread() / team(), last = sizes[k] * (thread() + 1) / team();
         if (scale == 0) {
-#pragma omp parallel for simd reduction(+ : sum) schedule(static) num_threads(worth(sizes[k], threads))
-            for (int64_t i = 0; i < sizes[k]; i++) sum += 0 * x[i]; /* 0, or not a number */
+#pragma omp simd reduction(+ : sum)
+            for (int64_t i = first; i < last; i++) sum += 0 * x[i]; /* 0, or not a number */
         } else {
-#pragma omp parallel for simd reduction(+ : sum) schedule(static) num_threads(worth(sizes[k], threads))
-            for (int64_t i = 0; i < sizes[k]; i++) sum += 0 * ((scale * x[i]) * (scale * x[i]));
+#pragma omp simd reduction(+ : sum)
+            for (int64_t i = first; i < last; i++) sum += 0 * ((scale * x[i]) * (scale * x[i]));
         }
     }
     return sum == 0;

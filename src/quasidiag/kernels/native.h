@@ -34,5 +34,13 @@ static inline int thread(void) {
 #endif
 }
 
+static inline int team(void) {
+#ifdef _OPENMP
+    return omp_get_num_threads();
+#else
+    return 1;
+#endif
+}
+
 /* How many threads so many numbers are worth: one, where waking another takes longer than the work. */
 static inline int worth(int64_t numbers, int threads) { return numbers < 16384 ? 1 : threads; }

@@ -32,6 +32,7 @@ SMALLEST = smallest(torch.float32)
 #: Layers smaller than this are not worth a compiler.
 LEAST = 4_096
 
+_PLAIN = (Tensor, torch.nn.Parameter)
 _FLAGS = {
     "AVX512": ["-mavx512f", "-mavx512bw", "-mavx512dq", "-mavx512vl", "-mavx2", "-mfma"],
     "AVX2": ["-mavx2", "-mfma"],
@@ -46,7 +47,7 @@ _SIZE, _POINTER, _FLOAT, _FLAG = ctypes.c_int64, ctypes.c_void_p, ctypes.c_float
 #: The arguments of each function; the number of threads follows.
 _SIGNATURES: dict[str, list[Any]] = {
     "qd_quasi_diagonal": [_SIZE, _SIZE, *[_POINTER] * 6, _FLAG, *[_POINTER] * 6, _Rule],
-    "qd_diagonal": [_SIZE, *[_POINTER] * 5, _Rule],
+    "qd_diagonal": [_SIZE, *[_POINTER] * 6, _Rule],
     "qd_square": [_SIZE, _POINTER, _FLOAT, _FLOAT, _FLAG, _POINTER],
     "qd_weaken": [_SIZE, _POINTER, _FLOAT, _POINTER],
     "qd_centre": [_SIZE, _SIZE, *[_POINTER] * 4],
@@ -126,10 +127,7 @@ def usable(size: int, *tensors: Tensor | None) -> bool:
         return False
     for t in tensors:
         if t is not None and not (
-            type(t) in (Tensor, torch.nn.Parameter)
-            and t.dtype is torch.float32
-            and t.is_cpu
-            and t.is_contiguous()
+            type(t) in _PLAIN and t.dtype is torch.float32 and t.is_cpu and t.is_contiguous()
         ):
             return False
     return not torch.compiler.is_compiling() and library() is not None
@@ -171,15 +169,12 @@ def diagonal(
     thetas: Sequence[Tensor] | None = None,
 ) -> bool:
     """The same for the diagonal reduction (``reductions.diagonal``) of several parameters."""
-    none = [None] * len(moments)
-    lists: list[Sequence[Tensor | None]] = [moments, gradients, w or none, buffers or none]
-    lists.append(thetas or none)
-    if not usable(sum(m.numel() for m in moments), *(t for tensors in lists for t in tensors)):
+    lists = [moments, gradients, w, buffers, thetas]
+    sizes = [m.numel() for m in moments]
+    if not usable(sum(sizes), *(t for tensors in lists for t in tensors or ())):
         return False
-    plain = _Rule(*map(float, rule))
-    for m, v, *outputs in zip(*lists):
-        assert m is not None
-        _call("qd_diagonal", m.numel(), *map(_pointer, (m, v, *outputs)), plain)
+    arrays = [tensors and _pointers(tensors) for tensors in lists]
+    _call("qd_diagonal", len(sizes), _sizes(sizes), *arrays, _Rule(*map(float, rule)))
     return True
 
 
@@ -225,10 +220,8 @@ def finite(numbers: Sequence[Any]) -> bool | None:
     sizes = [t.numel() for t in tensors if isinstance(t, Tensor)]
     if not usable(sum(sizes), *tensors):
         return None
-    count = len(sizes)
-    arrays = (ctypes.c_void_p * count)(*map(_pointer, tensors))
-    lengths, factors = (ctypes.c_int64 * count)(*sizes), (ctypes.c_float * count)(*scales)
-    return bool(_call("qd_finite", count, lengths, arrays, factors))
+    factors = (ctypes.c_float * len(scales))(*scales)
+    return bool(_call("qd_finite", len(sizes), _sizes(sizes), _pointers(tensors), factors))
 
 
 def centre(a: Tensor, shift: Tensor | None) -> tuple[Tensor, Tensor] | None:
@@ -243,6 +236,14 @@ def centre(a: Tensor, shift: Tensor | None) -> tuple[Tensor, Tensor] | None:
 
 def _pointer(tensor: Tensor | None) -> int | None:
     return None if tensor is None else tensor.data_ptr()
+
+
+def _pointers(tensors: Sequence[Tensor]) -> ctypes.Array[ctypes.c_void_p]:
+    return (ctypes.c_void_p * len(tensors))(*(t.data_ptr() for t in tensors))
+
+
+def _sizes(sizes: Sequence[int]) -> ctypes.Array[ctypes.c_int64]:
+    return (ctypes.c_int64 * len(sizes))(*sizes)
 
 
 def _call(name: str, *arguments: object) -> int:
