@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from functools import cached_property
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -25,6 +25,16 @@ Tensors = Sequence[Tensor]
 
 #: Every so many metric updates the shift follows the activities, and moments too small to matter become zero.
 TIDY_EVERY = 64
+
+
+class Update(NamedTuple):
+    """A minibatch's part in the metric: :meth:`DiagonalBlock.accumulate_`'s arguments."""
+
+    module: nn.Module
+    a: Tensor
+    w: Any
+    keep: float
+    gain: float | Tensor
 
 
 class DiagonalBlock:
@@ -179,6 +189,20 @@ class DiagonalBlock:
         """Solve and step in one pass over memory, where a kernel can; else nothing happens, and ``False``."""
         buffers = [state[p]["momentum"] for p in self.parameters] if rule.momentum else None
         return self._fused(state, gradients, rule, buffers=buffers, thetas=self.parameters)
+
+    def advance_(self, state: State, update: Update, gradients: list[Tensor], rule: Rule) -> bool:
+        """:meth:`accumulate_`, :meth:`finish_update` and :meth:`descend_` in one go, where a kernel can."""
+        module, a, w, keep, gain = update
+        tidied = (state[self.home]["updates"] + 1) % TIDY_EVERY == 0
+        plain = type(self) is DiagonalBlock and type(_adapter(module)) is LinearAdapter
+        if tidied or not plain or self.safeguard or not isinstance(w, Tensor | kernels.Squares):
+            return False
+        a, w = a.flatten(0, -2), w.flatten(0, -2)
+        into, thetas = self.kept(state), self.parameters
+        done = kernels.advance_(into, a, w, keep, gain, gradients, rule, thetas)
+        if done:
+            self.finish_update(state)
+        return done
 
     def _fused(
         self, state: State, gradients: Tensors, rule: Rule, **outputs: Tensors | None

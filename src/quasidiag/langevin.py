@@ -14,7 +14,7 @@ import torch
 from torch import Generator, Tensor, nn
 
 from quasidiag import root, together, validate
-from quasidiag.blocks import DiagonalBlock, QuasiDiagonalBlock, State, UnitwiseBlock
+from quasidiag.blocks import DiagonalBlock, QuasiDiagonalBlock, State, UnitwiseBlock, Update
 from quasidiag.optimizer import Riemannian
 from quasidiag.outputs import OutputModel
 from quasidiag.sharding import is_sharded
@@ -107,7 +107,7 @@ class Langevin(Riemannian):
         """The gradient of the mean loss and of the prior, as a share of one sample."""
         return super()._gradient(parameter).add(parameter, alpha=self._precision(parameter))
 
-    def _descend_(self, block: DiagonalBlock) -> bool:
+    def _descend_(self, block: DiagonalBlock, update: Update | None = None) -> bool:
         return False
 
     def _directions(

@@ -10,10 +10,9 @@ import torch
 from torch import Tensor, nn
 
 from quasidiag import auto, distributed, placeholder, together, validate
-from quasidiag.blocks import DiagonalBlock
+from quasidiag.blocks import DiagonalBlock, Update
 from quasidiag.collect import Collector, LossScale
 from quasidiag.defaults import DEFAULTS, everything
-from quasidiag.kernels.rule import Rule
 from quasidiag.moments import Moments
 from quasidiag.outputs import OutputModel
 from quasidiag.probe import Hook
@@ -277,15 +276,17 @@ class Riemannian(Saved):
             if self._model is not None:
                 self._model.replay.check()
                 usable = not auto.retreat_(self, self._model) and usable
-            if usable:
+            if usable and self._model is not None:
                 self._update_metric()
-                if self._model is not None:
-                    auto.descend_(self, self._model)
-                else:
-                    batches = together.batches(self)
-                    alone = (block for block in self._blocks if block not in batches)
-                    done = {block for block in alone if self._descend_(block)}
-                    together.apply_(self, self._directions(batches, done))
+                auto.descend_(self, self._model)
+            elif usable:
+                batches = together.batches(self)
+                done = together.advance_(self, batches)
+                self._update_metric()
+                alone = (block for block in self._blocks if block not in (*batches, *done))
+                done |= {block for block in alone if self._descend_(block)}
+                together.apply_(self, self._directions(batches, done))
+            if usable:
                 self._project_()
         self._forget()
         return loss
@@ -411,26 +412,8 @@ class Riemannian(Saved):
         first = 1 if self.metric_start == "first" else int(self.metric_start)
         return max(gamma, 1 / (t + 1)) if t < first else gamma
 
-    def _descend_(self, block: DiagonalBlock) -> bool:
-        """Solve and step at once, where a kernel can (:mod:`quasidiag.kernels`)."""
-        group, total = self._group[block.home], self._collector.total
-        gradients = [local(p.grad) for p in block.parameters if p.grad is not None]
-        one_group = all(self._group[p] is group for p in block.parameters)
-        summed = self.criterion is None and self.loss_reduction == "sum"
-        if len(gradients) < len(block.parameters) or not one_group:
-            return False
-        if summed and isinstance(total, Tensor):
-            return False
-        if isinstance(group["lr"], Tensor) and group["weight_decay"]:
-            return False
-        if group["momentum"]:
-            for p in block.parameters:
-                if "momentum" not in self.state[p]:
-                    dtype = torch.promote_types(p.dtype, torch.float32)
-                    self.state[p]["momentum"] = torch.zeros_like(p, dtype=dtype)
-        rule = Rule.of(group, 1 / float(total) if summed else 1.0)
-        rows, state = rows_of(block, self.state)
-        return rows.descend_(state, gradients, rule)
+    def _descend_(self, block: DiagonalBlock, update: Update | None = None) -> bool:
+        return together.descend_(self, block, update)
 
     def _directions(
         self,

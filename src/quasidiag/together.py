@@ -7,13 +7,15 @@ over single tensors stands beside it, for large tensors and as the oracle.
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Iterable, Iterator, Sequence
+from collections.abc import Collection, Hashable, Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
 
-from quasidiag.blocks import DiagonalBlock
+from quasidiag.blocks import DiagonalBlock, Update
+from quasidiag.kernels.rule import Rule
+from quasidiag.sharding import local, rows_of
 
 if TYPE_CHECKING:
     from quasidiag.optimizer import Riemannian
@@ -43,6 +45,48 @@ def batches(optimizer: Riemannian) -> dict[DiagonalBlock, list[DiagonalBlock]]:
                 key = (block.kind, home.dtype, home.device, id(optimizer._group[home]))
                 alike.setdefault(key, []).append(block)
     return {block: batch for batch in alike.values() if len(batch) > 1 for block in batch}
+
+
+def advance_(optimizer: Riemannian, batches: Collection[DiagonalBlock]) -> set[DiagonalBlock]:
+    """Update metric and parameters of blocks in one go, where a kernel can; their records are used up."""
+    collector = optimizer._collector
+    if not collector.due or optimizer._exchange is not None or optimizer._sums:
+        return set()
+    owners = [optimizer._owner[record.module] for record in collector.records]
+    done, left, factor = set(), [], collector.factor()
+    for block, record in zip(owners, collector.records):
+        alone = block not in batches and owners.count(block) == 1 and optimizer._started(block)
+        gamma = optimizer._gamma(block) if alone else 0.0
+        if alone and optimizer._descend_(block, Update(*record, 1 - gamma, gamma * factor)):
+            done.add(block)
+        else:
+            left.append(record)
+    collector.records = left
+    return done
+
+
+def descend_(optimizer: Riemannian, block: DiagonalBlock, update: Update | None) -> bool:
+    """Solve and step at once (after an update of the metric), where a kernel can (:mod:`quasidiag.kernels`)."""
+    group, total = optimizer._group[block.home], optimizer._collector.total
+    gradients = [local(p.grad) for p in block.parameters if p.grad is not None]
+    one_group = all(optimizer._group[p] is group for p in block.parameters)
+    summed = optimizer.criterion is None and optimizer.loss_reduction == "sum"
+    if len(gradients) < len(block.parameters) or not one_group:
+        return False
+    if summed and isinstance(total, Tensor):
+        return False
+    if isinstance(group["lr"], Tensor) and group["weight_decay"]:
+        return False
+    if group["momentum"]:
+        for p in block.parameters:
+            if "momentum" not in optimizer.state[p]:
+                dtype = torch.promote_types(p.dtype, torch.float32)
+                optimizer.state[p]["momentum"] = torch.zeros_like(p, dtype=dtype)
+    rule = Rule.of(group, 1 / float(total) if summed else 1.0)
+    rows, state = rows_of(block, optimizer.state)
+    if update is not None:
+        return rows.advance_(state, update, gradients, rule)
+    return rows.descend_(state, gradients, rule)
 
 
 def diagonal_rule(

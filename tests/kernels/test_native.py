@@ -177,6 +177,35 @@ def test_products_square_what_they_are_given(rows: int, n: int, units: int) -> N
     assert single.m00 is not None and single.m00[0] == 0 and (single.m00[1:] > 0).all()
 
 
+@pytest.mark.parametrize(("rows", "n", "units"), [(37, 261, 96), (700, 400, 13), (600, 1100, 5)])
+@pytest.mark.parametrize("threads", [1, 3])
+def test_products_and_the_step_after_them(rows: int, n: int, units: int, threads: int) -> None:
+    g = torch.Generator().manual_seed(0)
+    a, delta = torch.rand(rows, n, generator=g), torch.randn(rows, units, generator=g)
+    into = Moments(torch.rand(units, generator=g), None, torch.rand(units, n, generator=g))
+    gradients, thetas = (
+        [torch.randn(units, generator=g), torch.randn(units, n, generator=g)] for _ in range(2)
+    )
+    rule = Rule(lr=0.1, decay=0.9, eps=1e-3, floor=0.4, scale=-0.5)
+    m00, _, mii = moments.linear(a.double(), (3.0 * delta.double()).square())
+    assert into.m00 is not None and into.mii is not None and m00 is not None and mii is not None
+    exact = [0.7 * into.m00.double() + 0.01 * m00, 0.7 * into.mii.double() + 0.01 * mii]
+    want = []
+    for theta, v, m in zip(thetas, gradients, exact):
+        w = reductions.diagonal(m, -0.5 * v.double(), eps=1e-3, floor=0.4)
+        want.append(0.9 * theta.double() - 0.1 * w)
+    before = torch.get_num_threads()
+    torch.set_num_threads(threads)
+    try:
+        assert products_(into, a, Squares(delta, 3.0), None, 0.7, 0.01, gradients, rule, thetas)
+    finally:
+        torch.set_num_threads(before)
+    for got, m in zip((into.m00, into.mii), exact):
+        assert (got - m).norm() < 1e-6 * m.norm()
+    for theta, stepped in zip(thetas, want):
+        assert (theta - stepped).norm() < 1e-6 * stepped.norm()
+
+
 def test_squares_stand_for_their_numbers() -> None:
     delta = torch.randn(50, 100)
     squares = Squares(delta, 3.0)

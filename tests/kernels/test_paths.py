@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 
 import quasidiag as qd
+from quasidiag import blocks, kernels
 from quasidiag.kernels import native
 
 pytestmark = pytest.mark.skipif(native.library() is None, reason="no C compiler")
@@ -74,6 +75,28 @@ def test_the_compiled_path_trains_as_the_eager_one(
     assert not calls
     for a, b in zip(fast, eager, strict=True):
         torch.testing.assert_close(a, b, rtol=2e-4, atol=2e-4 * float(b.abs().max()))
+
+
+@pytest.mark.parametrize("kind", [qd.DOP, qd.DMCNat, qd.DNat], ids=lambda k: k.__name__)
+@pytest.mark.parametrize("options", [{}, {"weight_decay": 0.1}, {"metric_every": 2}])
+def test_moments_and_step_at_once_are_one_after_the_other(
+    kind: type[qd.Riemannian], options: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(native, "multiplies", lambda: True)
+    monkeypatch.setattr(blocks, "TIDY_EVERY", 3)
+    done: list[bool] = []
+    real = kernels.advance_
+
+    def counted(*arguments: Any) -> bool:
+        done.append(real(*arguments))
+        return done[-1]
+
+    monkeypatch.setattr(kernels, "advance_", counted)
+    fused = trained(kind, options)
+    assert any(done)
+    monkeypatch.setattr(kernels, "advance_", lambda *arguments: False)
+    for a, b in zip(fused, trained(kind, options), strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-6 * float(b.abs().max()))
 
 
 @pytest.mark.parametrize("kind", [qd.DOP, qd.QDOP], ids=lambda k: k.__name__)

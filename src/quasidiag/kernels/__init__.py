@@ -80,6 +80,23 @@ def accumulate_(
     return True
 
 
+def advance_(
+    into: Moments,
+    a: Tensor,
+    w: Tensor | Squares,
+    keep: float,
+    gain: float | Tensor,
+    gradients: Tensors,
+    rule: Rule,
+    thetas: Tensors,
+) -> bool:
+    """:func:`accumulate_`, and :func:`diagonal` with these moments, in one pass; of a bias and a weight."""
+    if a.is_cuda or into.m00 is None or into.m0i is not None or rule.momentum:
+        return False
+    done = native.products_(into, a, w, None, keep, float(gain), gradients, rule, thetas)
+    return _written(done, {"thetas": thetas})
+
+
 def squares(delta: Tensor, scale: float | Tensor = 1.0) -> Tensor | Squares:
     """``(scale·delta)²``, left to the product that it is for, where that can."""
     if not delta.is_cuda and native.multiplies() and native.usable(delta.numel(), delta) and scale:
@@ -116,6 +133,7 @@ __all__ = [
     "Rule",
     "Squares",
     "accumulate_",
+    "advance_",
     "diagonal",
     "finite",
     "quasi_diagonal",

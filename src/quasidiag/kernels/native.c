@@ -8,25 +8,8 @@
 
 #include "native.h"
 
-typedef struct {
-    float lr, decay, momentum; /* theta <- decay * theta - lr * buffer */
-    float eps, floor, scale;   /* the gradient is scale * v */
-} rule;
-
 /* Eight units in the last place: an input that varied by less did not vary (reductions.varies). */
 static const float UNIT = 8 * 1.1920929e-07f;
-
-static void apply(int64_t n, const float *w, float *buffer, float *theta, rule r) {
-    if (buffer) {
-#pragma omp simd
-        for (int64_t i = 0; i < n; i++) buffer[i] = r.momentum * buffer[i] + w[i];
-        w = buffer;
-    }
-    if (theta) {
-#pragma omp simd
-        for (int64_t i = 0; i < n; i++) theta[i] = r.decay * theta[i] - r.lr * w[i];
-    }
-}
 
 /* w_i of one unit; returns the sum that its bias needs, of (r_i + D0 c_i) w_i. */
 static float solve_row(int64_t n, float m00, const float *m0i, const float *mii, float v0,
@@ -87,11 +70,7 @@ void qd_diagonal(int64_t count, const int64_t *sizes, const float *const *ms, co
             for (int64_t start = 0; start < sizes[k]; start += CHUNK) {
                 const int64_t size = sizes[k] - start < CHUNK ? sizes[k] - start : CHUNK;
                 float *out = ws ? ws[k] + start : scratch;
-#pragma omp simd
-                for (int64_t i = 0; i < size; i++) {
-                    const float plus = m[start + i] + r.eps, d = plus > r.floor ? plus : r.floor;
-                    out[i] = d > 0 ? r.scale * v[start + i] / d : 0.0f;
-                }
+                divide(size, m + start, v + start, out, r);
                 apply(size, out, buffers ? buffers[k] + start : NULL, thetas ? thetas[k] + start : NULL, r);
             }
         }

@@ -44,3 +44,30 @@ static inline int team(void) {
 
 /* How many threads so many numbers are worth: one, where waking another takes longer than the work. */
 static inline int worth(int64_t numbers, int threads) { return numbers < 16384 ? 1 : threads; }
+
+/* What turns a gradient into a step (quasidiag.kernels.rule). */
+typedef struct {
+    float lr, decay, momentum; /* theta <- decay * theta - lr * buffer */
+    float eps, floor, scale;   /* the gradient is scale * v */
+} rule;
+
+/* Riemannian gradient of the diagonal reduction, of n numbers. */
+static inline void divide(int64_t n, const float *m, const float *v, float *w, rule r) {
+#pragma omp simd
+    for (int64_t i = 0; i < n; i++) {
+        const float plus = m[i] + r.eps, d = plus > r.floor ? plus : r.floor;
+        w[i] = d > 0 ? r.scale * v[i] / d : 0.0f;
+    }
+}
+
+static inline void apply(int64_t n, const float *w, float *buffer, float *theta, rule r) {
+    if (buffer) {
+#pragma omp simd
+        for (int64_t i = 0; i < n; i++) buffer[i] = r.momentum * buffer[i] + w[i];
+        w = buffer;
+    }
+    if (theta) {
+#pragma omp simd
+        for (int64_t i = 0; i < n; i++) theta[i] = r.decay * theta[i] - r.lr * w[i];
+    }
+}

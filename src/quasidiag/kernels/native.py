@@ -52,7 +52,7 @@ _SIGNATURES: dict[str, list[Any]] = {
     "qd_weaken": [_SIZE, _POINTER, _FLOAT, _POINTER],
     "qd_centre": [_SIZE, _SIZE, *[_POINTER] * 4],
     "qd_finite": [_SIZE, *[_POINTER] * 3],
-    "qd_products": [_SIZE, _SIZE, _SIZE, *[_POINTER] * 6, *[_FLOAT] * 4],
+    "qd_products": [_SIZE, _SIZE, _SIZE, *[_POINTER] * 6, *[_FLOAT] * 4, *[_POINTER] * 4, _Rule],
 }
 
 
@@ -197,20 +197,31 @@ def weaken_(w: Tensor, slope: Tensor) -> bool:
 
 
 def products_(
-    into: Moments, a: Tensor, w: Tensor | Squares, shift: Tensor | None, keep: float, gain: float
+    into: Moments,
+    a: Tensor,
+    w: Tensor | Squares,
+    shift: Tensor | None,
+    keep: float,
+    gain: float,
+    gradients: Sequence[Tensor] | None = None,
+    rule: Rule | None = None,
+    thetas: Sequence[Tensor] | None = None,
 ) -> bool:
-    """``into ← keep·into + gain·moments(a - shift, w)`` of a dense layer, ``a: [rows, n]`` and ``w: [rows, units]``."""
+    """``into ← keep·into + gain·moments(a - shift, w)`` of a dense layer, ``a: [rows, n]`` and ``w: [rows, units]``.
+
+    With ``thetas`` (bias, weight) their step of the diagonal reduction follows, as in :func:`diagonal`.
+    """
     m00, m0i, mii = into
     w, scale = w if isinstance(w, Squares) else (w, 0.0)
-    if (
-        mii is None
-        or mii.dim() != 2
-        or not (multiplies() and usable(mii.numel(), *into, a, w, shift))
-    ):
+    moved = [*(gradients or (None, None)), *(thetas or (None, None))]
+    if mii is None or mii.dim() != 2 or not multiplies():
         return False
-    numbers = map(_pointer, (a, w, shift, m00, m0i, mii))
-    factors = keep, gain, scale, SMALLEST
-    return bool(_call("qd_products", *a.shape, w.shape[1], *numbers, *factors))
+    if not usable(mii.numel(), *into, a, w, shift, *moved):
+        return False
+    numbers, following = map(_pointer, (a, w, shift, m00, m0i, mii)), map(_pointer, moved)
+    factors, plain = (keep, gain, scale, SMALLEST), _Rule(*map(float, rule or Rule()))
+    sizes = (*a.shape, w.shape[1])
+    return bool(_call("qd_products", *sizes, *numbers, *factors, *following, plain))
 
 
 def finite(numbers: Sequence[Any]) -> bool | None:

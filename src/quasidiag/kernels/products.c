@@ -2,7 +2,8 @@
  *
  *     m00 <- keep m00 + gain sum w,   m0i <- keep m0i + gain w^T (a - c),   mii <- keep mii + gain w^T (a - c)^2.
  *
- * Where a scale is given, w is not the weights but the derivatives d that they are made of, w = (scale d)^2.
+ * Where a scale is given, w is not the weights but the derivatives d that they are made of, w = (scale d)^2. Where
+ * thetas are given, the step of the diagonal reduction follows tile by tile, hidden behind the arithmetic.
  * A matrix product in the usual blocks, for the sake of two things that a library's cannot do: a - c and its square are
  * formed while `a` is packed, and so is w, so they are never written out, and w is packed once for both products. A tile of the
  * result stays in registers while the samples go by. Every number is summed in the same order on any number of threads.
@@ -25,6 +26,9 @@ typedef struct {
     const float *a, *w, *shift;
     float *m00, *m0i, *mii;
     float keep, gain, scale, smallest;
+    const float *v0, *vi;
+    float *theta0, *thetai;
+    rule r;
 } problem;
 
 static inline int64_t least(int64_t x, int64_t y) { return x < y ? x : y; }
@@ -115,23 +119,53 @@ static void sum_units(int64_t k, const float *x, float *m00, float beta, float g
     for (int64_t i = 0; i < units; i++) m00[i] = beta * m00[i] + gain * sum[i];
 }
 
+/* The step of `units` x `inputs` weights that lie at `at`. */
+static void descend(const problem *p, int64_t at, int64_t units, int64_t inputs) {
+    float w[INPUTS];
+    for (int64_t i = 0; i < units; i++, at += p->n)
+        if (inputs == INPUTS) {
+            divide(INPUTS, p->mii + at, p->vi + at, w, p->r);
+            apply(INPUTS, w, NULL, p->thetai + at, p->r);
+        } else {
+            divide(inputs, p->mii + at, p->vi + at, w, p->r);
+            apply(inputs, w, NULL, p->thetai + at, p->r);
+        }
+}
+
+static void prefetch(const problem *p, int64_t at, int64_t units) {
+    for (int64_t i = 0; i < units; i++, at += p->n) {
+        __builtin_prefetch(p->vi + at);
+        __builtin_prefetch(p->thetai + at, 1);
+    }
+}
+
 /* The tiles of the units from panel `first` to `last`, and the inputs from `left` to `right` of those packed in y. */
 static void group(const problem *p, int64_t start, int64_t k, int64_t first, int64_t last, int64_t column,
                   int64_t left, int64_t right, const float *y, float *x, int whole) {
     const float beta = start ? 1.0f : p->keep;
     pack_units(p, start, k, first, last, x);
-    for (int64_t u = first; whole && p->m00 && u < last; u++)
-        sum_units(k, x + (u - first) * UNITS * k, p->m00 + u * UNITS, beta, p->gain,
-                  least(p->units - u * UNITS, UNITS));
+    const int ready = start + k == p->rows; /* the moments are, after these samples */
+    for (int64_t u = first; whole && p->m00 && u < last; u++) {
+        const int64_t unit = u * UNITS, units = least(p->units - unit, UNITS);
+        sum_units(k, x + (u - first) * UNITS * k, p->m00 + unit, beta, p->gain, units);
+        if (p->theta0 && ready) {
+            float w0[UNITS];
+            divide(units, p->m00 + unit, p->v0 + unit, w0, p->r);
+            apply(units, w0, NULL, p->theta0 + unit, p->r);
+        }
+    }
     for (int64_t v = left; v < right; v++) {
         const int64_t input = column + v * INPUTS, inputs = least(p->n - input, INPUTS);
         for (int square = p->m0i == NULL; square < 2; square++) {
             float *c = (square ? p->mii : p->m0i) + input;
             const float *packed = y + (2 * v + square) * INPUTS * k;
             for (int64_t u = first; u < last; u++) {
-                const int64_t unit = u * UNITS;
-                tile(k, x + (u - first) * UNITS * k, packed, c + unit * p->n, p->n, beta, p->gain,
-                     least(p->units - unit, UNITS), inputs);
+                const int64_t unit = u * UNITS, units = least(p->units - unit, UNITS);
+                const int step = p->thetai && square && ready;
+                if (step) prefetch(p, unit * p->n + input, units);
+                tile(k, x + (u - first) * UNITS * k, packed, c + unit * p->n, p->n, beta, p->gain, units,
+                     inputs);
+                if (step) descend(p, unit * p->n + input, units, inputs);
             }
         }
     }
@@ -156,11 +190,13 @@ static room *borrow(size_t size) {
 
 static void give_back(room *mine) { free(__atomic_exchange_n(&kept, mine, __ATOMIC_ACQ_REL)); }
 
-/* m00, m0i and shift may be NULL. Returns 0 and does nothing if there is no room for what is packed. */
+/* m00, m0i, shift and what follows the moments may be NULL. Returns 0 and does nothing if there is no room for what is
+ * packed. */
 int qd_products(int64_t rows, int64_t n, int64_t units, const float *a, const float *w, const float *shift,
                 float *m00, float *m0i, float *mii, float keep, float gain, float scale, float smallest,
-                int threads) {
-    const problem p = {rows, n, units, a, w, shift, m00, m0i, mii, keep, gain, scale, smallest};
+                const float *v0, const float *vi, float *theta0, float *thetai, rule r, int threads) {
+    const problem p = {rows, n,     units,    a,  w,  shift,  m00,    m0i, mii, keep,
+                       gain, scale, smallest, v0, vi, theta0, thetai, r};
     const int64_t samples = parts(rows, parts(rows, SAMPLES));
     const int64_t columns = least(parts(n, INPUTS), COLUMNS), panels = parts(units, UNITS);
     /* As many groups as make even shares; where there are fewer units than threads, the inputs are shared too. */
