@@ -153,7 +153,7 @@ def test_peers_that_fail_are_reported_not_fatal() -> None:
 
     found = measure.race(race, {"Broken": broken}, 2, lambda line: None)  # type: ignore[dict-item]
     assert found["failed"] == {"Broken": "RuntimeError: not today"}
-    assert "Broken failed: RuntimeError: not today" in show._race(found)
+    assert "- Broken: RuntimeError: not today" in show._race(found)
 
 
 def test_a_peer_that_takes_too_long_is_left_out(monkeypatch: pytest.MonkeyPatch) -> None:

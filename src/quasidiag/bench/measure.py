@@ -22,7 +22,7 @@ from quasidiag.bench.workloads import Workload
 from quasidiag.kernels.rule import Rule
 
 Say = Callable[[str], None]
-#: Seconds. On a CPU without bfloat16 a step of Muon takes three hundred times SGD's, and is not worth the wait.
+#: Seconds that a first step may take. On a CPU without bfloat16 a step of Muon takes three hundred times SGD's.
 LONGEST = 5.0
 
 

@@ -50,8 +50,8 @@ def _race(race: dict[str, Any]) -> str:
     head = ["", "ms", f"over {race['base']}", "quartiles", "of the least", "floor (mult.)"]
     head += ["floor (mult. + bytes)", "numbers a parameter", "peak MiB"]
     lines = [f"**{race['workload']}**", "", _markdown(head, rows)]
-    lines += [f"- {name} failed: {why}" for name, why in race["failed"].items()]
-    return "\n".join(lines)
+    lines += ["", *(f"- {name}: {why}" for name, why in race["failed"].items())]
+    return "\n".join(lines).rstrip()
 
 
 def _curve(curve: dict[str, Any]) -> str:
