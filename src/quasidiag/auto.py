@@ -190,9 +190,9 @@ class QuadraticModel:
         pairs = [(i, j) for i in range(len(names)) for j in range(i + 1)]
         fresh = {f"{names[i]}, {names[j]}": float(fisher[i, j] / scale[i, j]) for i, j in pairs}
         known = self.report.forms
-        keep = FORMS if self.report.steps > 1 else 0.0  # the first step leads far away
+        keep = FORMS if known.keys() == fresh.keys() else 0.0  # or the average may not be a form
         kept = {name: keep * known.get(name, new) + (1 - keep) * new for name, new in fresh.items()}
-        self.report.forms = {**known, **kept}
+        self.report.forms = kept
         averaged = torch.zeros_like(fisher)
         for (i, j), form in zip(pairs, kept.values()):
             averaged[i, j] = averaged[j, i] = form * scale[i, j]
