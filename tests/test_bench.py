@@ -43,7 +43,7 @@ class Clock:
         self.times, self.order = times, list[str]()
 
     def __call__(self, call: timing.Call, repeat: int) -> float:
-        self.order += [str(call())] * repeat
+        self.order += [str(call()) for _ in range(repeat)]
         return self.times.pop(0)
 
 

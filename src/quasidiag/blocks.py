@@ -194,12 +194,12 @@ class DiagonalBlock:
         """:meth:`accumulate_`, :meth:`finish_update` and :meth:`descend_` in one go, where a kernel can."""
         module, a, w, keep, gain = update
         tidied = (state[self.home]["updates"] + 1) % TIDY_EVERY == 0
-        plain = type(self) is DiagonalBlock and type(_adapter(module)) is LinearAdapter
+        plain = self.kind is not None and type(_adapter(module)) is LinearAdapter
         if tidied or not plain or self.safeguard or not isinstance(w, Tensor | kernels.Squares):
             return False
         a, w = a.flatten(0, -2), w.flatten(0, -2)
-        into, thetas = self.kept(state), self.parameters
-        done = kernels.advance_(into, a, w, keep, gain, gradients, rule, thetas)
+        into, shift, thetas = self.kept(state), self._shift(state), self.parameters
+        done = kernels.advance_(into, a, w, shift, keep, gain, gradients, rule, thetas)
         if done:
             self.finish_update(state)
         return done

@@ -77,7 +77,7 @@ def test_the_compiled_path_trains_as_the_eager_one(
         torch.testing.assert_close(a, b, rtol=2e-4, atol=2e-4 * float(b.abs().max()))
 
 
-@pytest.mark.parametrize("kind", [qd.DOP, qd.DMCNat, qd.DNat], ids=lambda k: k.__name__)
+@pytest.mark.parametrize("kind", [qd.DOP, qd.QDOP, qd.DNat, qd.QDMCNat], ids=lambda k: k.__name__)
 @pytest.mark.parametrize("options", [{}, {"weight_decay": 0.1}, {"metric_every": 2}])
 def test_moments_and_step_at_once_are_one_after_the_other(
     kind: type[qd.Riemannian], options: dict[str, Any], monkeypatch: pytest.MonkeyPatch

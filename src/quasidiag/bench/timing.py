@@ -54,6 +54,11 @@ def interleaved(
     """
     clock = _clock(device, busy)
     repeats = {name: _repeat(name, clock(call, 1), repeat) for name, call in calls.items()}
+
+    def turn(name: str) -> float:
+        calls[name]()  # the others have had the caches meanwhile, longer or shorter
+        return clock(calls[name], repeats[name])
+
     times: dict[str, list[float]] = {name: [] for name in calls}
     ratios: dict[str, list[float]] = {name: [] for name in calls}
     patience = rounds * len(calls)
@@ -61,18 +66,17 @@ def interleaved(
     gc.disable()
     try:
         for _ in range(rounds):
-            before = clock(calls[base], repeats[base])
+            before = turn(base)
             for name in calls:
                 if name == base:
                     continue
                 others = Others()
-                taken, after = clock(calls[name], repeats[name]), clock(calls[base], repeats[base])
+                taken, after = turn(name), turn(base)
                 while others.disturbed() and patience and not busy:
                     patience -= 1
                     time.sleep(0.2)
-                    before, others = clock(calls[base], repeats[base]), Others()
-                    taken = clock(calls[name], repeats[name])
-                    after = clock(calls[base], repeats[base])
+                    before, others = turn(base), Others()
+                    taken, after = turn(name), turn(base)
                 times[name].append(taken)
                 ratios[name].append(2 * taken / (before + after))
                 times[base].append(after)

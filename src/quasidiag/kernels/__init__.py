@@ -84,16 +84,17 @@ def advance_(
     into: Moments,
     a: Tensor,
     w: Tensor | Squares,
+    shift: Tensor | None,
     keep: float,
     gain: float | Tensor,
     gradients: Tensors,
     rule: Rule,
     thetas: Tensors,
 ) -> bool:
-    """:func:`accumulate_`, and :func:`diagonal` with these moments, in one pass; of a bias and a weight."""
-    if a.is_cuda or into.m00 is None or into.m0i is not None or rule.momentum:
+    """:func:`accumulate_`, then :func:`quasi_diagonal` or :func:`diagonal`, in one go; of a bias and a weight."""
+    if a.is_cuda or rule.momentum:
         return False
-    done = native.products_(into, a, w, None, keep, float(gain), gradients, rule, thetas)
+    done = native.products_(into, a, w, shift, keep, float(gain), gradients, rule, thetas)
     return _written(done, {"thetas": thetas})
 
 

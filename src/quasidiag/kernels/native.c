@@ -8,27 +8,6 @@
 
 #include "native.h"
 
-/* Eight units in the last place: an input that varied by less did not vary (reductions.varies). */
-static const float UNIT = 8 * 1.1920929e-07f;
-
-/* w_i of one unit; returns the sum that its bias needs, of (r_i + D0 c_i) w_i. */
-static float solve_row(int64_t n, float m00, const float *m0i, const float *mii, float v0,
-                       const float *vi, const float *shift, int shifted, float *w, rule r) {
-    const float d0 = m00 + r.eps, inverse0 = d0 > 0 ? 1 / d0 : 0, least = r.floor * inverse0;
-    float sum = 0;
-#pragma omp simd reduction(+ : sum)
-    for (int64_t i = 0; i < n; i++) {
-        const float c = shift[i], row = m0i[i] - r.eps * c, mu = row * inverse0;
-        const float diagonal = mii[i] + r.eps * (1 + c * c), variance = diagonal - mu * row;
-        const float centred = r.scale * vi[i] - (c + mu) * v0, uc = UNIT * c;
-        const int alive = (variance > UNIT * diagonal) & (!shifted | (mii[i] > m00 * (uc * uc)));
-        const float x = alive ? centred / (variance > least ? variance : least) : 0.0f;
-        w[i] = x;
-        sum += (row + d0 * c) * x;
-    }
-    return sum;
-}
-
 /* Algorithm 1 and what follows it, for every unit of a layer. Any of wi, buffers and thetas may be NULL. */
 void qd_quasi_diagonal(int64_t rows, int64_t n, const float *m00, const float *m0i, const float *mii,
                        const float *v0, const float *vi, const float *shift, int shifted,
@@ -41,10 +20,7 @@ void qd_quasi_diagonal(int64_t rows, int64_t n, const float *m00, const float *m
 #pragma omp for schedule(static)
         for (int64_t k = 0; k < rows; k++) {
             float *w = wi ? wi + k * n : scratch;
-            const float v = r.scale * v0[k], d0 = m00[k] + r.eps;
-            const float sum = solve_row(n, m00[k], m0i + k * n, mii + k * n, v, vi + k * n, shift,
-                                        shifted, w, r);
-            const float x = d0 > 0 ? (v - sum) / d0 : 0;
+            const float x = solve(n, m00[k], m0i + k * n, mii + k * n, v0[k], vi + k * n, shift, shifted, w, r);
             if (w0) w0[k] = x;
             apply(n, w, bufferi ? bufferi + k * n : NULL, thetai ? thetai + k * n : NULL, r);
             apply(1, &x, buffer0 ? buffer0 + k : NULL, theta0 ? theta0 + k : NULL, r);

@@ -71,3 +71,31 @@ static inline void apply(int64_t n, const float *w, float *buffer, float *theta,
         for (int64_t i = 0; i < n; i++) theta[i] = r.decay * theta[i] - r.lr * w[i];
     }
 }
+
+/* Eight units in the last place: an input that varied by less did not vary (reductions.varies). */
+static const float UNIT = 8 * 1.1920929e-07f;
+
+/* Algorithm 1 for one unit: its weights' part into w, its bias's returned. */
+static inline float solve(int64_t n, float m00, const float *m0i, const float *mii, float g0, const float *vi,
+                          const float *shift, int shifted, float *w, rule r) {
+    const float v0 = r.scale * g0;
+    const float d0 = m00 + r.eps, inverse0 = d0 > 0 ? 1 / d0 : 0, least = r.floor * inverse0;
+    float sum = 0;
+#pragma omp simd reduction(+ : sum)
+    for (int64_t i = 0; i < n; i++) {
+        const float c = shift[i], row = m0i[i] - r.eps * c, mu = row * inverse0;
+        const float diagonal = mii[i] + r.eps * (1 + c * c), variance = diagonal - mu * row;
+        const float centred = r.scale * vi[i] - (c + mu) * v0, uc = UNIT * c;
+        const int alive = (variance > UNIT * diagonal) & (!shifted | (mii[i] > m00 * (uc * uc)));
+        const float x = alive ? centred / (variance > least ? variance : least) : 0.0f;
+        w[i] = x;
+        sum += (row + d0 * c) * x;
+    }
+    return d0 > 0 ? (v0 - sum) / d0 : 0; /* the sum is of (r_i + D0 c_i) w_i */
+}
+
+/* native.c */
+void qd_quasi_diagonal(int64_t rows, int64_t n, const float *m00, const float *m0i, const float *mii,
+                       const float *v0, const float *vi, const float *shift, int shifted, float *w0,
+                       float *wi, float *buffer0, float *bufferi, float *theta0, float *thetai, rule r,
+                       int threads);

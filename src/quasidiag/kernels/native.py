@@ -209,9 +209,11 @@ def products_(
 ) -> bool:
     """``into ← keep·into + gain·moments(a - shift, w)`` of a dense layer, ``a: [rows, n]`` and ``w: [rows, units]``.
 
-    With ``thetas`` (bias, weight) their step of the diagonal reduction follows, as in :func:`diagonal`.
+    With ``thetas`` (bias, weight) their step follows, as in :func:`quasi_diagonal` or :func:`diagonal`.
     """
     m00, m0i, mii = into
+    if thetas and (m00 is None or (m0i is None) is not (shift is None)):
+        return False
     w, scale = w if isinstance(w, Squares) else (w, 0.0)
     moved = [*(gradients or (None, None)), *(thetas or (None, None))]
     if mii is None or mii.dim() != 2 or not multiplies():

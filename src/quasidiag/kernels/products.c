@@ -3,7 +3,7 @@
  *     m00 <- keep m00 + gain sum w,   m0i <- keep m0i + gain w^T (a - c),   mii <- keep mii + gain w^T (a - c)^2.
  *
  * Where a scale is given, w is not the weights but the derivatives d that they are made of, w = (scale d)^2. Where
- * thetas are given, the step of the diagonal reduction follows tile by tile, hidden behind the arithmetic.
+ * thetas are given, their step follows as soon as a group of units has its moments.
  * A matrix product in the usual blocks, for the sake of two things that a library's cannot do: a - c and its square are
  * formed while `a` is packed, and so is w, so they are never written out, and w is packed once for both products. A tile of the
  * result stays in registers while the samples go by. Every number is summed in the same order on any number of threads.
@@ -119,23 +119,21 @@ static void sum_units(int64_t k, const float *x, float *m00, float beta, float g
     for (int64_t i = 0; i < units; i++) m00[i] = beta * m00[i] + gain * sum[i];
 }
 
-/* The step of `units` x `inputs` weights that lie at `at`. */
-static void descend(const problem *p, int64_t at, int64_t units, int64_t inputs) {
-    float w[INPUTS];
-    for (int64_t i = 0; i < units; i++, at += p->n)
-        if (inputs == INPUTS) {
-            divide(INPUTS, p->mii + at, p->vi + at, w, p->r);
-            apply(INPUTS, w, NULL, p->thetai + at, p->r);
-        } else {
-            divide(inputs, p->mii + at, p->vi + at, w, p->r);
-            apply(inputs, w, NULL, p->thetai + at, p->r);
+/* The step of the units from `unit` to `end`, by the inputs from `left` to `right` that are known: all of them, or (in
+ * the diagonal reduction) some, of which those with input 0 take the bias along. */
+static void descend(const problem *p, int64_t unit, int64_t end, int64_t left, int64_t right) {
+    float w[COLUMNS * INPUTS], w0;
+    for (; unit < end; unit++) {
+        const int64_t at = unit * p->n + left;
+        if (p->m0i)
+            w0 = solve(p->n, p->m00[unit], p->m0i + at, p->mii + at, p->v0[unit], p->vi + at, p->shift,
+                       1, w, p->r);
+        else {
+            divide(right - left, p->mii + at, p->vi + at, w, p->r);
+            divide(1, p->m00 + unit, p->v0 + unit, &w0, p->r);
         }
-}
-
-static void prefetch(const problem *p, int64_t at, int64_t units) {
-    for (int64_t i = 0; i < units; i++, at += p->n) {
-        __builtin_prefetch(p->vi + at);
-        __builtin_prefetch(p->thetai + at, 1);
+        apply(right - left, w, NULL, p->thetai + at, p->r);
+        if (left == 0) apply(1, &w0, NULL, p->theta0 + unit, p->r);
     }
 }
 
@@ -144,31 +142,24 @@ static void group(const problem *p, int64_t start, int64_t k, int64_t first, int
                   int64_t left, int64_t right, const float *y, float *x, int whole) {
     const float beta = start ? 1.0f : p->keep;
     pack_units(p, start, k, first, last, x);
-    const int ready = start + k == p->rows; /* the moments are, after these samples */
-    for (int64_t u = first; whole && p->m00 && u < last; u++) {
-        const int64_t unit = u * UNITS, units = least(p->units - unit, UNITS);
-        sum_units(k, x + (u - first) * UNITS * k, p->m00 + unit, beta, p->gain, units);
-        if (p->theta0 && ready) {
-            float w0[UNITS];
-            divide(units, p->m00 + unit, p->v0 + unit, w0, p->r);
-            apply(units, w0, NULL, p->theta0 + unit, p->r);
-        }
-    }
+    for (int64_t u = first; whole && p->m00 && u < last; u++)
+        sum_units(k, x + (u - first) * UNITS * k, p->m00 + u * UNITS, beta, p->gain,
+                  least(p->units - u * UNITS, UNITS));
     for (int64_t v = left; v < right; v++) {
         const int64_t input = column + v * INPUTS, inputs = least(p->n - input, INPUTS);
         for (int square = p->m0i == NULL; square < 2; square++) {
             float *c = (square ? p->mii : p->m0i) + input;
             const float *packed = y + (2 * v + square) * INPUTS * k;
             for (int64_t u = first; u < last; u++) {
-                const int64_t unit = u * UNITS, units = least(p->units - unit, UNITS);
-                const int step = p->thetai && square && ready;
-                if (step) prefetch(p, unit * p->n + input, units);
-                tile(k, x + (u - first) * UNITS * k, packed, c + unit * p->n, p->n, beta, p->gain, units,
-                     inputs);
-                if (step) descend(p, unit * p->n + input, units, inputs);
+                const int64_t unit = u * UNITS;
+                tile(k, x + (u - first) * UNITS * k, packed, c + unit * p->n, p->n, beta, p->gain,
+                     least(p->units - unit, UNITS), inputs);
             }
         }
     }
+    if (p->thetai && start + k == p->rows)
+        descend(p, first * UNITS, least(p->units, last * UNITS), column + left * INPUTS,
+                least(p->n, column + right * INPUTS));
 }
 
 /* Room for what is packed. It is kept for the next call: new memory costs a page fault every 4 KiB. */
@@ -190,18 +181,20 @@ static room *borrow(size_t size) {
 
 static void give_back(room *mine) { free(__atomic_exchange_n(&kept, mine, __ATOMIC_ACQ_REL)); }
 
-/* m00, m0i, shift and what follows the moments may be NULL. Returns 0 and does nothing if there is no room for what is
+/* m00, m0i, shift and what follows the moments may be NULL; a step with m0i needs the shift. Returns 0 and does nothing if there is no room for what is
  * packed. */
 int qd_products(int64_t rows, int64_t n, int64_t units, const float *a, const float *w, const float *shift,
                 float *m00, float *m0i, float *mii, float keep, float gain, float scale, float smallest,
                 const float *v0, const float *vi, float *theta0, float *thetai, rule r, int threads) {
-    const problem p = {rows, n,     units,    a,  w,  shift,  m00,    m0i, mii, keep,
-                       gain, scale, smallest, v0, vi, theta0, thetai, r};
     const int64_t samples = parts(rows, parts(rows, SAMPLES));
     const int64_t columns = least(parts(n, INPUTS), COLUMNS), panels = parts(units, UNITS);
     /* As many groups as make even shares; where there are fewer units than threads, the inputs are shared too. */
     const int64_t groups = least(panels, threads * parts(parts(panels, GROUP), threads));
     const int64_t shares = groups < threads ? parts(threads, groups) : 1;
+    /* A unit's solve needs all of its inputs; if no thread sees them, it comes at the end. */
+    const int late = thetai && m0i && (shares > 1 || columns * INPUTS < n);
+    const problem p = {rows, n,     units,    a,  w,  shift,  m00,                  m0i, mii, keep,
+                       gain, scale, smallest, v0, vi, theta0, late ? NULL : thetai, r};
     const int64_t inputs = 2 * columns * INPUTS * samples, each = parts(panels, groups) * UNITS * samples;
     room *packed = borrow(inputs + threads * each);
     if (!packed) return 0;
@@ -227,5 +220,8 @@ int qd_products(int64_t rows, int64_t n, int64_t units, const float *a, const fl
         restore(before);
     }
     give_back(packed);
+    if (late)
+        qd_quasi_diagonal(units, n, m00, m0i, mii, v0, vi, shift, 1, NULL, NULL, NULL, NULL, theta0, thetai, r,
+                          threads);
     return 1;
 }
