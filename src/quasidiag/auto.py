@@ -48,8 +48,9 @@ STEPS, RISE, DECAY = 50, 1.2, 0.95
 #: Of the damping, relative to the curvature along the usual step.
 BOUNDS = 0.01, 10.0
 #: A step that raised the loss by this part of what it was to lower it (with its damping) is taken back, and the damping
-#: raised so that the next one is shorter, by this factor at most.
-HARM, SHORTEST = 0.5, 0.1
+#: raised so that the next one is shorter, by this factor at most. It may have promised so many times what is usual:
+#: more than that is an outlier's.
+HARM, SHORTEST, OUTLIER = 0.5, 0.1, 2.0
 #: Relative, on the diagonal of the system of the coefficients: the directions may coincide.
 RIDGE = 1e-6
 
@@ -65,6 +66,7 @@ class Report:
         damping: :math:`λ`.
         predicted: the change of the loss that the quadratic model expected of the last step.
         promise: how much the damped model is lowered by that step at a factor of 1.
+        hope: the average of its logarithm.
         actual: the change that the step before brought, on the minibatch after it.
         ratio: of that to what was predicted.
         trend: the sum of such changes, older ones counting less.
@@ -84,6 +86,7 @@ class Report:
     damping: float = 0.0
     predicted: float = 0.0
     promise: float = 0.0
+    hope: float = 0.0
     actual: float = float("nan")
     ratio: float = float("nan")
     trend: float = 0.0
@@ -144,10 +147,13 @@ class QuadraticModel:
         metric = self._metric(directions, images)
         fisher = self._averaged(names, fisher, metric.diagonal())
         best = minimiser(linear, fisher + self.report.damping * metric) * factor
-        self.report.predicted = float(linear @ best + 0.5 * best @ fisher @ best)
-        self.report.promise = -0.5 * float(linear @ best) / factor if factor else 0.0
-        self.report.length = float(best @ metric @ best)
+        report = self.report
+        report.predicted = float(linear @ best + 0.5 * best @ fisher @ best)
+        report.promise = -0.5 * float(linear @ best) / factor if factor else 0.0
+        report.length = float(best @ metric @ best)
         self._curved(float(best @ fisher @ best))
+        if report.promise > 0:
+            report.hope += (math.log(report.promise) - report.hope) / min(report.steps + 1, STEPS)
         return best.tolist()
 
     def _curved(self, form: float) -> None:
@@ -231,7 +237,7 @@ class QuadraticModel:
             return False  # the data are to blame
         report.actual = float(now - before)
         report.ratio = report.actual / -abs(report.predicted) if report.predicted else 0.0
-        if not report.actual < HARM * report.promise:
+        if not report.actual < HARM * min(report.promise, OUTLIER * math.exp(report.hope)):
             # The parabola through what is known has its minimum at this part of the step, for a curvature that much larger.
             part = report.promise / (report.actual + 2 * report.promise)
             part = max(part, SHORTEST) if math.isfinite(report.actual) else SHORTEST

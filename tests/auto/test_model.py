@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import itertools
+import math
 from typing import Any
 
 import pytest
@@ -12,7 +13,7 @@ from torch import Tensor, nn
 
 import quasidiag as qd
 from nets import OUTPUTS, STD, batch, criterion, linear_layers, mlp
-from quasidiag.auto import AVERAGING, DECAY, FORMS, RISE, SHORTEST, minimiser
+from quasidiag.auto import AVERAGING, DECAY, FORMS, HARM, OUTLIER, RISE, SHORTEST, minimiser
 from quasidiag.reductions import safeguarded
 from quasidiag.reference import completion
 
@@ -151,7 +152,7 @@ def test_the_damping_rises_with_the_loss() -> None:
         optimizer.zero_grad()
         loss(model(x), t).backward()
         damping, usual = report.damping, report.usual
-        report.promise = 1e3
+        report.promise, report.hope = 1e3, math.log(1e3)
         if step:  # as if it had been the other way round
             with torch.no_grad():
                 for p in model.parameters():
@@ -195,6 +196,40 @@ def test_a_step_that_did_harm_is_taken_back() -> None:
     loss(model(x), t).backward()
     optimizer.step()
     assert report.retreats == 1
+
+
+def test_a_promise_beyond_the_usual_excuses_no_harm() -> None:
+    """A minibatch with an outlier promises much, and the next one does not have it."""
+    model, loss = mlp(*SIZES), criterion("categorical")
+    optimizer = qd.Riemannian(model, loss, lr=0.1, step="auto")
+    report = optimizer.auto
+    assert report is not None
+    logarithms = []
+    for seed in range(4):
+        x, t = batch("categorical", 40, SIZES[0], SIZES[-1], seed=seed)
+        optimizer.zero_grad()
+        loss(model(x), t).backward()
+        optimizer.step()
+        logarithms.append(math.log(report.promise))
+    assert report.retreats == 0
+    assert report.hope == pytest.approx(sum(logarithms) / 4)
+    judge = optimizer._model
+    assert judge is not None
+    x, t = batch("categorical", 40, SIZES[0], SIZES[-1], seed=4)
+    optimizer.zero_grad()
+    loss(model(x), t).backward()
+    back = {p: -optimizer.state[p]["update"] for p in model.parameters()}
+    judge.judge(back)  # as if it had been the other way round
+    rise = report.actual
+    assert rise > 0
+    for promise, hope, harm in (
+        (1e9, 0.9 * rise / HARM, False),
+        (1e9, 0.9 * rise / HARM / OUTLIER, True),
+        (1.1 * rise / HARM, 1e9, False),
+        (0.9 * rise / HARM, 1e9, True),
+    ):
+        report.promise, report.hope = promise, math.log(hope)
+        assert judge.judge(back) == harm
 
 
 def test_learned_deviations_enter_the_model() -> None:
