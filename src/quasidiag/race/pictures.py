@@ -59,7 +59,8 @@ def draw(summary: dict[str, Any]) -> Figure:
         device = {"cpu": "CPU", "cuda": "GPU"}.get(summary["timing"].get("device", ""), "")
         axes[1].set_xlabel(f"Seconds of updates {device}".rstrip())
     drawn = [value for row in summary["contenders"] for value in row["curve"]["loss"][1:]]
-    axes[0].set_xscale("log")
+    for axis in axes:
+        axis.set_xscale("log")
     _logarithmic(axes, drawn)
     top, bottom = max(drawn), min(drawn)
     margin = 0.05 * (top - bottom)
