@@ -281,7 +281,7 @@ def propose(
     direction: dict[Tensor, Tensor] = {}
     image: dict[Tensor, Tensor] = {}
     for block in optimizer._blocks:
-        if any(p in gradient for p in block.parameters):
+        if optimizer._known(block) and any(p in gradient for p in block.parameters):
             given = [averaged.get(p, torch.zeros_like(p)) for p in block.parameters]
             d, v = _of_block(optimizer, block, given)
             direction |= {p: w for p, w in zip(block.parameters, d) if p in gradient}
@@ -339,12 +339,13 @@ def descend_(optimizer: Riemannian, model: QuadraticModel) -> None:
     named = {"new": known, "other": other, "last": previous}
     named = {name: u for name, u in named.items() if u}
     images: list[Direction | None] = [{p: image[p] for p in u} for u in fresh]
+    for p in optimizer._group:
+        # Of a step before the last, where there is no new one.
+        optimizer.state[p].pop("update", None)
+    if not named:
+        return  # all that has a gradient waits for its metric
     best = model.coefficients(gradient, named, [*images, None][: len(named)], factor, ranks)
     mu = best[len(fresh)] if previous else 0.0
-    for p in optimizer._group:
-        optimizer.state[p].pop(
-            "update", None
-        )  # of a step before the last, where there is no new one
     for u, coefficient in zip(fresh, best if any(best) else []):
         for p, w in u.items():
             w.mul_(coefficient)

@@ -185,6 +185,8 @@ class Riemannian(Saved):
         """Watch the model. A copied or unpickled optimizer does so again, with the model that came along."""
         self._find()
         self._sums, self._idle = Sums(), idle(self)
+        #: Blocks that had a gradient before they had a metric: until they do, no step does without one.
+        self._late: set[DiagonalBlock] = set()
         self._collector = Collector(
             self.model,
             self.criterion,
@@ -283,7 +285,7 @@ class Riemannian(Saved):
                 batches = together.batches(self)
                 done = together.advance_(self, batches)
                 self._update_metric()
-                alone = (block for block in self._blocks if block not in (*batches, *done))
+                alone = (b for b in self._blocks if b not in (*batches, *done) and self._known(b))
                 done |= {block for block in alone if self._descend_(block)}
                 together.apply_(self, self._directions(batches, done))
             if usable:
@@ -304,6 +306,8 @@ class Riemannian(Saved):
                 for parameter, w in self._directions():
                     assert parameter.grad is not None
                     parameter.grad.copy_(w)
+                for p in (p for b in self._blocks if not self._known(b) for p in b.parameters):
+                    p.grad = None if p.grad is None else p.grad.zero_()
         self._forget()
 
     def _full_precision(self) -> AbstractContextManager[object]:
@@ -368,6 +372,10 @@ class Riemannian(Saved):
     def _started(self, block: DiagonalBlock) -> bool:
         return "updates" in self.state.get(block.home, {})
 
+    def _known(self, block: DiagonalBlock) -> bool:
+        """Whether a block has a metric, or will by this step; one that was frozen so far may have to wait for it."""
+        return self._collector.due or self._started(block)
+
     def name_of(self, parameter: Tensor) -> str:
         """What a parameter is called in the model."""
         return validate.name_of(parameter, self.model, self.criterion)
@@ -424,7 +432,7 @@ class Riemannian(Saved):
         batches = together.batches(self) if batches is None else batches
         for block in self._blocks:
             batch = batches.get(block, [block])
-            if block is not batch[0] or block in without:
+            if block is not batch[0] or block in without or not self._known(block):
                 continue
             if any(p.grad is not None for p in block.parameters):
                 yield from self._solved(batch)
@@ -473,6 +481,8 @@ class Riemannian(Saved):
 
     def _forget(self) -> None:
         """No reference to the batch survives the step."""
+        late = (b for b in self._blocks if b in self._late or b.home.grad is not None)
+        self._late = {block for block in late if not self._started(block)}
         self._sums.clear()
         self._collector.clear()
         if self._model is not None:
@@ -482,5 +492,5 @@ class Riemannian(Saved):
     def _count(self, steps: int) -> None:
         # In the param group too, because torch.distributed.checkpoint saves nothing else.
         self.steps = self.param_groups[0]["steps"] = steps
-        self._collector.schedule(steps % self.metric_every == 0)
+        self._collector.schedule(steps % self.metric_every == 0 or bool(self._late))
         self._collector.next_step(steps)

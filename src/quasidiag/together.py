@@ -39,7 +39,7 @@ def batches(optimizer: Riemannian) -> dict[DiagonalBlock, list[DiagonalBlock]]:
     alike: dict[Hashable, list[DiagonalBlock]] = {}
     if optimizer.foreach is not False:
         for block in optimizer._blocks:
-            ready = all(p.grad is not None for p in block.parameters)
+            ready = all(p.grad is not None for p in block.parameters) and optimizer._known(block)
             if block.kind is not None and ready and wanted(optimizer.foreach, block.parameters):
                 home = block.home
                 key = (block.kind, home.dtype, home.device, id(optimizer._group[home]))
