@@ -207,7 +207,10 @@ class QuadraticModel:
     def _form(self, batch: Batch, directions: Sequence[Direction]) -> Tensor:
         r""":math:`‹Ju, F_\text{out} Jv›` on a share of a minibatch."""
         criterion: OutputModel = self.replay.criterion
-        share = max(self.share, min(1.0, FEWEST / max(1, self.replay.terms(batch))))
+        terms = self.replay.terms(batch)
+        share = max(self.share, min(1.0, FEWEST / max(1, terms)))
+        if share < 1 and 2 * self.replay.terms(batch, share) < share * terms:
+            share = 1.0  # what counts lies elsewhere
         output, target, moved = self.replay.tangents(batch, directions, share)
         dtype = torch.promote_types(output.dtype, torch.float32)
         output, moved = output.to(dtype), [u.to(dtype) for u in moved]

@@ -13,7 +13,7 @@ import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.autograd.forward_ad as forward_ad
@@ -32,6 +32,8 @@ Moved = tuple[Tensor, Tensor, list[Tensor]]
 
 #: From here on a power of two that a loss is multiplied by is a gradient scaler's, which is gone from the gradients.
 SCALER = 32.0
+#: What a model says, besides a ``RuntimeError``, of an input that does not fit.
+UNFIT = ValueError, IndexError, TypeError
 
 
 @dataclass(eq=False)
@@ -52,17 +54,41 @@ class Call:
         """How a criterion's output can be read off those of this call."""
         return Reading.find(output, self.outputs, self.versions)
 
-    def share(self, share: float) -> tuple[Any, float]:
-        """The arguments of a share of the samples, and how large that share came to be.
-
-        All of them, where it is not clear which dimension the samples are along.
-        """
+    def part(self, share: float) -> Part | None:
+        """The samples that make up a share of them, or ``None`` for all, also where it is not clear what they lie along."""
         lengths = {len(x) for x in tensors(self.arguments) if x.dim()}
         if share == 1 or len(lengths) != 1:
-            return self.arguments, 1.0
-        batch = lengths.pop()
-        kept = max(1, math.ceil(share * batch))
-        return _first(self.arguments, batch, kept), kept / batch
+            return None
+        samples = lengths.pop()
+        kept = max(1, math.ceil(share * samples))
+        return Part(kept, samples) if kept < samples else None
+
+
+class Part(NamedTuple):
+    """So many of the samples, at even distances: they may be sorted."""
+
+    kept: int
+    samples: int
+
+    @property
+    def share(self) -> float:
+        """As it came to be, in whole samples."""
+        return self.kept / self.samples
+
+    def of(self, tree: Any) -> Any:
+        """Those rows of all tensors in the arguments that have the samples in front."""
+        if isinstance(tree, Tensor):
+            return self.rows(tree) if tree.dim() and len(tree) == self.samples else tree
+        if isinstance(tree, dict):
+            return {key: self.of(branch) for key, branch in tree.items()}
+        if type(tree) in (tuple, list):
+            return type(tree)(self.of(branch) for branch in tree)
+        return tree
+
+    def rows(self, x: Tensor) -> Tensor:
+        """Those of a tensor with the same number of rows for every sample."""
+        picked = torch.arange(self.kept, device=x.device) * self.samples // self.kept
+        return x.unflatten(0, (self.samples, -1))[picked].flatten(0, 1)
 
 
 @dataclass(eq=False)
@@ -90,7 +116,7 @@ class Replay:
         self.model, self.criterion = model, criterion
         #: How the derivatives are taken: the first of ``fast``, ``plain`` (kernels) and ``differences`` that works.
         self.mode = "fast"
-        #: Whether the model can be run on a share of the samples, once that was tried.
+        #: Whether the model can be run on a part of the samples, once that was tried.
         self.divisible: bool | None = None
         self._loans = Loans()
         self._around: tuple[Surroundings, list[int]] | None = None
@@ -197,35 +223,72 @@ class Replay:
 
     def tangents(self, batch: Batch, directions: Sequence[Direction], share: float) -> Moved:
         """The outputs on a share of a minibatch, their targets, and their derivative along each direction."""
-        share = share if self._divisible(batch, share) else 1.0
-        while self.mode != "differences":
+        part = self._part(batch, share)
+        while True:
             try:
-                duals = [self._dual(batch, u, share) for u in directions]
-                output = duals[0][0]
-                return output, batch.target[: len(output)], [tangent for _, tangent in duals]
-            except RuntimeError as error:  # NotImplementedError is one
+                return self._tangents(batch, directions, part)
+            except (RuntimeError, *UNFIT) as error:  # NotImplementedError is a RuntimeError
                 if isinstance(error, torch.cuda.OutOfMemoryError):
                     raise
-                self.mode = "plain" if self.mode == "fast" else "differences"
-        moved = [self._difference(batch, u, share) for u in directions]
-        output = self._run(batch, {}, share)
-        return output, batch.target[: len(output)], moved
+                if part is not None and not self._runs(batch, part):
+                    self.divisible, part = False, None
+                elif self.mode == "differences":
+                    raise
+                else:
+                    self.mode = "plain" if self.mode == "fast" else "differences"
 
-    def _divisible(self, batch: Batch, share: float) -> bool:
-        """Whether the model runs on a share of the samples; one that needs all of them is not tried again."""
-        if share < 1 and self.divisible is None:
-            try:
-                self._run(batch, {}, share)
-                self.divisible = True
-            except (RuntimeError, ValueError, IndexError, TypeError):
-                self.divisible = False
-        return self.divisible is not False
+    def _tangents(self, batch: Batch, directions: Sequence[Direction], part: Part | None) -> Moved:
+        target = batch.target if part is None else part.rows(batch.target)
+        if self.mode == "differences":
+            moved = [self._difference(batch, u, part) for u in directions]
+            return self._run(batch, {}, part), target, moved
+        duals = [self._dual(batch, u, part) for u in directions]
+        return duals[0][0], target, [tangent for _, tangent in duals]
 
-    def terms(self, batch: Batch) -> int:
-        """How many terms the loss of a minibatch is the mean of."""
+    def _part(self, batch: Batch, share: float) -> Part | None:
+        """The samples that make up a share, or ``None`` where the model needs all of them."""
+        part = batch.call.part(share)
+        if part is None or self.divisible is False or len(batch.target) % part.samples:
+            return None
+        if self.divisible is None:
+            self.divisible = self._independent(batch, part)
+        return part if self.divisible else None
+
+    def _runs(self, batch: Batch, part: Part) -> bool:
+        try:
+            self._run(batch, {}, part)
+        except (RuntimeError, *UNFIT):
+            return False
+        return True
+
+    def _independent(self, batch: Batch, part: Part) -> bool:
+        """Whether a part of the samples gives that part of the outputs, but for what happens in training mode only.
+
+        It does not where samples see each other, or where the first dimension of input or output is not theirs.
+        """
+        training = [module for module in self._module.modules() if module.training]
+        try:
+            for module in training:
+                module.training = False
+            whole, some = self._run(batch, {}), self._run(batch, {}, part)
+            expected = part.rows(whole)
+        except (RuntimeError, *UNFIT):
+            return False
+        finally:
+            for module in training:
+                module.training = True
+        rough = whole.dtype if not batch.call.around.autocast else batch.call.around.dtype
+        tolerance = math.sqrt(torch.finfo(rough).eps) * float(expected.abs().amax())
+        return torch.allclose(some, expected, rtol=0.0, atol=tolerance, equal_nan=True)
+
+    def terms(self, batch: Batch, share: float = 1.0) -> int:
+        """How many terms the loss of a share of a minibatch is the mean of."""
         assert batch.reading is not None
-        output = batch.reading.of(batch.call.outputs)
-        return int(self.criterion.terms(output, batch.target))
+        output, target = batch.reading.of(batch.call.outputs), batch.target
+        part = self._part(batch, share)
+        if part is not None:
+            output, target = part.rows(output), part.rows(target)
+        return int(self.criterion.terms(output, target))
 
     def values(self, batch: Batch, start: Direction) -> tuple[Tensor, Tensor]:
         """The loss of a minibatch as it was, and with the parameters ``start`` in the place of the model's.
@@ -256,11 +319,12 @@ class Replay:
         return model
 
     def _run(
-        self, batch: Batch, parameters: Direction, share: float = 1.0, full: bool = False
+        self, batch: Batch, parameters: Direction, part: Part | None = None, full: bool = False
     ) -> Tensor:
         """The output as the criterion reads it, with these parameters in the place of the model's."""
         assert batch.reading is not None
-        (args, kwargs), kept = batch.call.share(share)
+        arguments = batch.call.arguments
+        args, kwargs = arguments if part is None else part.of(arguments)
         module, around = self._module, batch.call.around
         named = module.named_parameters(remove_duplicate=False)
         given = {name: parameters[p] for name, p in named if p in parameters}
@@ -272,9 +336,9 @@ class Replay:
             torch.autocast(around.kind, around.dtype, enabled=autocast, cache_enabled=False),
         ):
             outputs = functional_call(module, given, args, kwargs)
-        return batch.reading.of(list(tensors(outputs)), kept)
+        return batch.reading.of(list(tensors(outputs)), 1.0 if part is None else part.share)
 
-    def _dual(self, batch: Batch, direction: Direction, share: float) -> tuple[Tensor, Tensor]:
+    def _dual(self, batch: Batch, direction: Direction, part: Part | None) -> tuple[Tensor, Tensor]:
         with ExitStack() as stack:
             if self.mode == "plain":
                 stack.enter_context(_plain_kernels())
@@ -282,21 +346,21 @@ class Replay:
             duals = {
                 p: forward_ad.make_dual(p.detach(), u.to(p.dtype)) for p, u in direction.items()
             }
-            output, tangent = forward_ad.unpack_dual(self._run(batch, duals, share))
+            output, tangent = forward_ad.unpack_dual(self._run(batch, duals, part))
         return output, torch.zeros_like(output) if tangent is None else tangent
 
-    def _difference(self, batch: Batch, direction: Direction, share: float) -> Tensor:
+    def _difference(self, batch: Batch, direction: Direction, part: Part | None) -> Tensor:
         """A central difference, over a distance that balances rounding and curvature."""
         size = math.sqrt(sum(float(p.detach().double().square().sum()) for p in direction)) or 1.0
         length = math.sqrt(sum(float(u.double().square().sum()) for u in direction.values()))
         if length == 0.0:
-            return torch.zeros_like(self._run(batch, {}, share, full=True))
+            return torch.zeros_like(self._run(batch, {}, part, full=True))
         h = torch.finfo(next(iter(direction)).dtype).eps ** (1 / 3) * size / length
         ahead, behind = (
             self._run(
                 batch,
                 {p: p.detach() + sign * h * u.to(p.dtype) for p, u in direction.items()},
-                share,
+                part,
                 full=True,
             )
             for sign in (1, -1)
@@ -331,14 +395,3 @@ def _detached(tree: Any) -> Any:
 def _versions(tree: Any) -> list[int]:
     """How often each tensor was written to; those made under ``inference_mode`` do not say."""
     return [-1 if x.is_inference() else x._version for x in tensors(tree)]
-
-
-def _first(tree: Any, batch: int, kept: int) -> Any:
-    """The first samples of every tensor that has the batch in front."""
-    if isinstance(tree, Tensor):
-        return tree[:kept] if tree.dim() and len(tree) == batch else tree
-    if isinstance(tree, dict):
-        return {key: _first(branch, batch, kept) for key, branch in tree.items()}
-    if type(tree) in (tuple, list):
-        return type(tree)(_first(branch, batch, kept) for branch in tree)
-    return tree
