@@ -51,6 +51,8 @@ BOUNDS = 0.01, 10.0
 #: raised so that the next one is shorter, by this factor at most. It may have promised so many times what is usual:
 #: more than that is an outlier's.
 HARM, SHORTEST, OUTLIER = 0.5, 0.1, 2.0
+#: What two in a row promised is no outlier's: the usual is taken to be no less than a part of it.
+CHANGE = 10.0
 #: Relative, on the diagonal of the system of the coefficients: the directions may coincide.
 RIDGE = 1e-6
 
@@ -99,6 +101,14 @@ class Report:
     samples: float = 0.0
     forms: dict[str, float] = field(default_factory=dict)
 
+    @classmethod
+    def saved(cls, kept: Mapping[str, Any]) -> Report:
+        """From what a ``state_dict`` has of it, which may be of another version."""
+        report = cls(**{key: kept[key] for key in vars(cls()) if key in kept})
+        if "hope" not in kept and report.promise > 0:
+            report.hope = math.log(report.promise)
+        return report
+
 
 def minimiser(linear: Tensor, quadratic: Tensor) -> Tensor:
     r"""The coefficients *c* that minimise :math:`c·\text{linear} + \tfrac12 c^⊤ \text{quadratic}\, c`, in float64.
@@ -146,21 +156,26 @@ class QuadraticModel:
         linear, fisher = numbers[:k], numbers[k:].view(k, k)
         metric = self._metric(directions, images)
         fisher = self._averaged(names, fisher, metric.diagonal())
-        best = minimiser(linear, fisher + self.report.damping * metric) * factor
-        report = self.report
-        report.predicted = float(linear @ best + 0.5 * best @ fisher @ best)
-        report.promise = -0.5 * float(linear @ best) / factor if factor else 0.0
-        report.length = float(best @ metric @ best)
-        self._curved(float(best @ fisher @ best))
-        if report.promise > 0:
-            report.hope += (math.log(report.promise) - report.hope) / min(report.steps + 1, STEPS)
+        best = minimiser(linear, fisher + self.report.damping * metric)
+        self._expect(linear @ best, best @ fisher @ best, best @ metric @ best)
+        best = best * factor
+        self.report.predicted = float(linear @ best + 0.5 * best @ fisher @ best)
+        self.report.length = float(best @ metric @ best)
         return best.tolist()
 
-    def _curved(self, form: float) -> None:
-        report = self.report
-        if report.length > 0:
-            report.curvature = form / report.length
-            report.usual += (report.curvature - report.usual) / min(report.steps + 1, STEPS)
+    def _expect(self, slope: Tensor, form: Tensor, length: Tensor) -> None:
+        """Of a step at a factor of 1. The averages begin with the first one that there is."""
+        report, weight = self.report, 1 / min(self.report.steps + 1, STEPS)
+        weight = weight if report.usual else 1.0
+        before, report.promise = report.promise, -0.5 * float(slope)
+        if report.promise > 0:
+            report.hope += weight * (math.log(report.promise) - report.hope)
+            if before > 0:
+                both = math.log(min(before, report.promise))
+                report.hope = max(report.hope, both - math.log(CHANGE))
+        if length > 0:
+            report.curvature = float(form / length)
+            report.usual += weight * (report.curvature - report.usual)
 
     def _metric(
         self, directions: Sequence[Direction], images: Sequence[Direction | None]
@@ -244,17 +259,20 @@ class QuadraticModel:
             # The parabola through what is known has its minimum at this part of the step, for a curvature that much larger.
             part = report.promise / (report.actual + 2 * report.promise)
             part = max(part, SHORTEST) if math.isfinite(report.actual) else SHORTEST
-            self._damp((report.curvature + report.damping) / part - report.curvature)
+            again = report.trend == 0.0  # no good step since the last one that was taken back
+            damping = (report.curvature + report.damping) / part - report.curvature
+            self._damp(damping, math.inf if again else report.damping)
             report.trend = 0.0
             return True
         # On its own minibatch every step is good, and on the next one nearly every second is bad: what counts is the sum.
         report.trend = (1 - 1 / STEPS) * report.trend + report.actual
-        self._damp(report.damping * (RISE if report.trend > 0 else DECAY))
+        self._damp(report.damping * (RISE if report.trend > 0 else DECAY), report.damping)
         return False
 
-    def _damp(self, damping: float) -> None:
+    def _damp(self, damping: float, most: float) -> None:
+        """Within the bounds, or up to ``most`` where that is more."""
         low, high = (bound * self.report.usual for bound in BOUNDS)
-        self.report.damping = min(max(damping, low), high)
+        self.report.damping = min(max(damping, low), max(high, most))
 
 
 def retreat_(optimizer: Riemannian, model: QuadraticModel) -> bool:

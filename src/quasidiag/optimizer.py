@@ -492,5 +492,6 @@ class Riemannian(Saved):
     def _count(self, steps: int) -> None:
         # In the param group too, because torch.distributed.checkpoint saves nothing else.
         self.steps = self.param_groups[0]["steps"] = steps
-        self._collector.schedule(steps % self.metric_every == 0 or bool(self._late))
+        taken = steps if self.auto is None else self.auto.steps  # a retreat is no step
+        self._collector.schedule(taken % self.metric_every == 0 or bool(self._late))
         self._collector.next_step(steps)
