@@ -124,6 +124,21 @@ def test_smoke_writes_table_json_and_picture(
     assert capsys.readouterr().out == printed
 
 
+def test_peers_can_come_later(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    first, later = tmp_path / "first.json", tmp_path / "later.json"
+    assert cli.main(["bench", "smoke", "--rounds", "1", "--no-curves", "--json", str(first)]) == 0
+    monkeypatch.setattr(peers, "installed", lambda: (dict(contenders.TORCH), {"Muon": "not here"}))
+    for source in (first, later):  # again: they are renewed, not doubled
+        given = ["--from", str(source), "--peers", "--rounds", "1", "--json", str(later)]
+        assert cli.main(["bench", *given]) == 0
+    own, beside = json.loads(later.read_text())["races"]
+    assert own == json.loads(first.read_text())["races"][0]
+    assert {"SGD", "QDNat", "RMSprop"} <= set(beside["contenders"])
+    assert "- Muon: not here" in capsys.readouterr().out
+
+
 def test_tables_go_into_a_page_between_marks(tmp_path: Path) -> None:
     out, page = tmp_path / "smoke.json", tmp_path / "page.md"
     assert cli.main(["bench", "smoke", "--no-curves", "--rounds", "1", "--json", str(out)]) == 0

@@ -56,15 +56,21 @@ def add_parser(subparsers: Any) -> None:
         type=Path,
         dest="source",
         metavar="FILE",
-        help="show earlier results, time nothing",
+        help="show earlier results, time nothing (with --peers: nothing but those)",
     )
     parser.set_defaults(run=run)
 
 
 def run(arguments: argparse.Namespace) -> int:
     """Measure (or read), print, write."""
+    found, missing = peers.installed() if arguments.peers else ({}, {})
     if arguments.source:
         results = json.loads(arguments.source.read_text())
+        if arguments.peers:
+            preset = presets.PRESETS[results["preset"]]()
+            busy = results["clock"] == "processor"
+            measure.add_peers(results, preset, found, arguments.rounds, _say, busy)
+            results["not_installed"] = missing
     else:
         preset = presets.PRESETS[arguments.preset]()
         if preset.device == "cuda" and not torch.cuda.is_available():
@@ -72,7 +78,6 @@ def run(arguments: argparse.Namespace) -> int:
             return 2
         if arguments.no_curves:
             preset.curves.clear()
-        found, missing = peers.installed() if arguments.peers else ({}, {})
         results = measure.run(preset, found, arguments.rounds, _say, arguments.busy)
         results = {"preset": arguments.preset, **results, "not_installed": missing}
         if arguments.losses:

@@ -43,7 +43,7 @@ class Curve:
     workloads: Mapping[int, Callable[[], Workload]]
     contenders: Mapping[str, Make]
     repeat: int = 2
-    rounds: int = 9
+    rounds: int = 5
 
 
 @dataclass(frozen=True)
