@@ -53,6 +53,8 @@ BOUNDS = 0.01, 10.0
 HARM, SHORTEST, OUTLIER = 0.5, 0.1, 2.0
 #: What two in a row promised is no outlier's: the usual is taken to be no less than a part of it.
 CHANGE = 10.0
+#: Of the last update's length to what it shares with the new directions, at least.
+APART = 1.1
 #: Relative, on the diagonal of the system of the coefficients: the directions may coincide.
 RIDGE = 1e-6
 
@@ -186,9 +188,9 @@ class QuadraticModel:
             for j, u in enumerate(directions):
                 metric[i, j] = metric[j, i] = _dot(images[i] or {}, u)
         for i in set(range(len(directions))) - set(known):
-            # As it was then; no less than what it shares with the other directions now.
+            # As it was then; more than what it shares with the other directions now, or what they differ by has no length.
             shared = sum(float(metric[i, j] ** 2 / metric[j, j]) for j in known if metric[j, j] > 0)
-            metric[i, i] = max(self.report.length, shared)
+            metric[i, i] = max(self.report.length, APART * shared)
         return metric
 
     def _fisher(self, directions: Sequence[Direction]) -> Tensor:

@@ -248,7 +248,10 @@ class Replay:
     def _part(self, batch: Batch, share: float) -> Part | None:
         """The samples that make up a share, or ``None`` where the model needs all of them."""
         part = batch.call.part(share)
-        if part is None or self.divisible is False or len(batch.target) % part.samples:
+        if part is None or self.divisible is False:
+            return None
+        assert batch.reading is not None
+        if batch.reading.shape[0] % part.samples or len(batch.target) % part.samples:
             return None
         if self.divisible is None:
             self.divisible = self._independent(batch, part)
