@@ -18,7 +18,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -45,6 +45,8 @@ FEWEST = 128
 #: What the steps did to the loss is summed up over about this many of them. While the sum is a rise the damping grows
 #: by a factor a step, else it falls by one.
 STEPS, RISE, DECAY = 50, 1.2, 0.95
+#: The metric is updated in each of the first steps, while the network changes quickly.
+AT_FIRST = 10
 #: Of the damping, relative to the curvature along the usual step.
 BOUNDS = 0.01, 10.0
 #: A step that raised the loss by this part of what it was to lower it (with its damping) is taken back, and the damping
@@ -53,6 +55,9 @@ BOUNDS = 0.01, 10.0
 HARM, SHORTEST, OUTLIER = 0.5, 0.1, 2.0
 #: What two in a row promised is no outlier's: the usual is taken to be no less than a part of it.
 CHANGE = 10.0
+#: No layer moves by more than this part of its own weights: what little it has to say may be far from linear. Directions
+#: are shortened and measured anew so many times.
+LONGEST, ROUNDS = 1.0, 3
 #: Of the last update's length to what it shares with the new directions, at least.
 APART = 1.1
 #: Relative, on the diagonal of the system of the coefficients: the directions may coincide.
@@ -177,7 +182,8 @@ class QuadraticModel:
                 report.hope = max(report.hope, both - math.log(CHANGE))
         if length > 0:
             report.curvature = float(form / length)
-            report.usual += weight * (report.curvature - report.usual)
+            most = BOUNDS[1] * report.usual or report.curvature  # more is an outlier's
+            report.usual += weight * (min(report.curvature, most) - report.usual)
 
     def _metric(
         self, directions: Sequence[Direction], images: Sequence[Direction | None]
@@ -355,19 +361,31 @@ def descend_(optimizer: Riemannian, model: QuadraticModel) -> None:
         direction = {p: u.mul_(ratio[p]) for p, u in direction.items()}
         previous = {p: u * ratio[p] for p, u in previous.items()}
         image = {p: v * ratio[p] for p, v in image.items()}
+    for p in optimizer._group:
+        # Of a step before the last, where there is no new one.
+        optimizer.state[p].pop("update", None)
+    if not direction:
+        return  # all that has a gradient waits for its metric
     others = set(optimizer._others)
     known = {p: u for p, u in direction.items() if p not in others}
     other = {p: u for p, u in direction.items() if p in others}
     fresh: list[dict[Tensor, Tensor]] = [u for u in (known, other) if u]
     named = {"new": known, "other": other, "last": previous}
     named = {name: u for name, u in named.items() if u}
-    images: list[Direction | None] = [{p: image[p] for p in u} for u in fresh]
-    for p in optimizer._group:
-        # Of a step before the last, where there is no new one.
-        optimizer.state[p].pop("update", None)
-    if not named:
-        return  # all that has a gradient waits for its metric
-    best = model.coefficients(gradient, named, [*images, None][: len(named)], factor, ranks)
+    images: list[dict[Tensor, Tensor]] = [{p: image[p] for p in u} for u in fresh]
+    report = model.report
+    before = replace(report)
+    whole = factor
+    for left in reversed(range(ROUNDS)):
+        vars(report).update(vars(before))
+        best = model.coefficients(gradient, named, [*images, None][: len(named)], whole, ranks)
+        excess = _excess(optimizer, [*named.values()], best, ranks)
+        if not excess:
+            break
+        for u in (*named.values(), *images):
+            for p in u.keys() & excess.keys():
+                u[p] = u[p] / excess[p]
+        whole = factor if left > 1 else factor / max(excess.values())
     mu = best[len(fresh)] if previous else 0.0
     for u, coefficient in zip(fresh, best if any(best) else []):
         for p, w in u.items():
@@ -376,12 +394,32 @@ def descend_(optimizer: Riemannian, model: QuadraticModel) -> None:
                 w.add_(previous[p], alpha=mu)
             optimizer.state[p]["update"] = w
             p.add_(w.to(p.dtype))
-    report = model.report
     report.alpha = -best[0] if known else 0.0
     report.other = -best[len(fresh) - 1] if other else 0.0
     report.mu = mu
     report.factor = factor
     report.steps += 1
+
+
+def _excess(
+    optimizer: Riemannian, directions: Sequence[Direction], best: list[float], ranks: Any
+) -> dict[Tensor, float]:
+    """How many times too long the step is, for the parameters of each layer where it is.
+
+    Layers that begin at zero may move as far as others that do not: by about one for each unit.
+    """
+    blocks = [b for b in optimizer._blocks if any(p in directions[0] for p in b.parameters)]
+    found = []
+    for block in blocks:
+        step = torch.zeros((), dtype=torch.float64, device=block.home.device)
+        size = torch.full_like(step, float(block.parameters[0].shape[0]))
+        for p in block.parameters:
+            moved = [c * u[p] for c, u in zip(best, directions) if p in u]
+            step = step + (torch.stack(moved).sum(0).double().square().sum() if moved else 0.0)
+        weights = torch.stack([p.detach().double().square().sum() for p in block.parameters]).sum()
+        found.append((step / torch.maximum(weights, size)).sqrt().cpu())
+    excess = _mean(torch.stack(found), ranks) / LONGEST if found else torch.zeros(0)
+    return {p: float(e) for block, e in zip(blocks, excess) if e > 1 for p in block.parameters}
 
 
 def _dot(covector: Direction, u: Direction) -> Tensor:

@@ -493,5 +493,6 @@ class Riemannian(Saved):
         # In the param group too, because torch.distributed.checkpoint saves nothing else.
         self.steps = self.param_groups[0]["steps"] = steps
         taken = steps if self.auto is None else self.auto.steps  # a retreat is no step
-        self._collector.schedule(taken % self.metric_every == 0 or bool(self._late))
+        early = self.auto is not None and taken < auto.AT_FIRST
+        self._collector.schedule(taken % self.metric_every == 0 or early or bool(self._late))
         self._collector.next_step(steps)

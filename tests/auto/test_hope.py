@@ -13,6 +13,8 @@ import quasidiag as qd
 from nets import batch, mlp
 from quasidiag.auto import CHANGE, QuadraticModel, Report
 
+pytestmark = pytest.mark.usefixtures("unbounded")
+
 
 def expecting(report: Report, promise: float) -> None:
     model = QuadraticModel.__new__(QuadraticModel)

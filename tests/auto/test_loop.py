@@ -60,6 +60,7 @@ def test_no_argument_is_needed() -> None:
 # ------------------------------------------------ lr as a factor
 
 
+@pytest.mark.usefixtures("unbounded")
 def test_a_scheduler_lowers_the_factor() -> None:
     model, loss, x, t = problem()
     optimizer = qd.Riemannian(model, loss)
@@ -73,6 +74,7 @@ def test_a_scheduler_lowers_the_factor() -> None:
     assert optimizer.auto.alpha == pytest.approx(twin[2].auto.alpha / 2)
 
 
+@pytest.mark.usefixtures("unbounded")
 def test_groups_with_factors_of_their_own() -> None:
     """The slower group's part of both directions is shorter, and the rest is the same model."""
     model, loss, x, t = problem()

@@ -17,6 +17,7 @@ from quasidiag.auto import AVERAGING, DECAY, FORMS, HARM, OUTLIER, RISE, SHORTES
 from quasidiag.reductions import safeguarded
 from quasidiag.reference import completion
 
+pytestmark = pytest.mark.usefixtures("unbounded")
 SIZES = (5, 6, 3)
 SAFEGUARDS: dict[str, Any] = {"safeguards": "default", "none": None}
 
@@ -303,7 +304,7 @@ def test_what_has_no_metric_gets_a_coefficient_of_its_own() -> None:
     assert optimizer.auto is not None and plain.auto is not None
     assert optimizer.auto.other not in (0.0, optimizer.auto.alpha)
     assert model.temperature[0] != 0 and model.temperature[1] == 0
-    assert float(loss(model(x), t)) < 0.3 > float(loss(plain_model(x), t))
+    assert float(loss(model(x), t)) < 0.6 > float(loss(plain_model(x), t))
 
 
 def test_directions_that_coincide_have_a_solution() -> None:

@@ -12,9 +12,11 @@ from torch import Tensor, nn
 import quasidiag as qd
 from nets import batch, mlp
 
+pytestmark = pytest.mark.usefixtures("seldom")
+
 RULES: dict[str, dict[str, Any]] = {
-    "automatic": {},
-    "automatic, unitwise": {"reduction": "unitwise"},
+    "automatic": {"step": "auto", "lr": 0.1},
+    "automatic, unitwise": {"step": "auto", "lr": 0.1, "reduction": "unitwise"},
     "fixed": {"lr": 0.01, "metric_every": 4},
     "fixed, one by one": {"lr": 0.01, "metric_every": 4, "foreach": False},
     "fixed, unitwise": {"lr": 0.01, "metric_every": 4, "reduction": "unitwise"},

@@ -1,0 +1,19 @@
+"""Rules of the automatic step that a test looks away from, to see another one alone."""
+
+import math
+
+import pytest
+
+from quasidiag import auto
+
+
+@pytest.fixture
+def unbounded(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Layers may move by more than their own weights."""
+    monkeypatch.setattr(auto, "LONGEST", math.inf)
+
+
+@pytest.fixture
+def seldom(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The metric is updated no more often in the first steps than later."""
+    monkeypatch.setattr(auto, "AT_FIRST", 0)

@@ -1,0 +1,162 @@
+"""How far a step may go, and what keeps one that went too far from stopping everything."""
+
+from __future__ import annotations
+
+import itertools
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import quasidiag as qd
+from nets import batch, mlp
+from quasidiag import auto
+
+
+def train(
+    model: nn.Module, loss: qd.OutputModel, rule: qd.Riemannian, x: Tensor, t: Tensor
+) -> float:
+    rule.zero_grad()
+    value = loss(model(x), t)
+    value.backward()
+    rule.step()
+    return float(value.detach())
+
+
+def parts(rule: qd.Riemannian, before: dict[Tensor, Tensor]) -> list[float]:
+    """What each layer moved by, relative to its weights or to one for each unit."""
+    found = []
+    for block in rule._blocks:
+        step = sum(float((p - before[p]).detach().square().sum()) for p in block.parameters)
+        size = sum(float(before[p].square().sum()) for p in block.parameters)
+        found.append((step / max(size, block.parameters[0].shape[0])) ** 0.5)
+    return found
+
+
+def deep(dtype: torch.dtype = torch.float32) -> nn.Sequential:
+    """Eight sigmoid layers as torch initialises them: hardly anything arrives at the output."""
+    torch.manual_seed(0)
+    sizes = (56, 32, 16, 8, 4, 8, 16, 32, 56)
+    layers: list[nn.Module] = []
+    for inputs, units in itertools.pairwise(sizes):
+        layers += [nn.Linear(inputs, units), nn.Sigmoid()]
+    return nn.Sequential(*layers[:-1]).to(dtype)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_a_deep_net_that_says_nothing_yet_learns(dtype: torch.dtype) -> None:
+    """The best constant output has a loss of 79.5; without the bound every step is taken back for ever."""
+    model, loss = deep(dtype), qd.Gaussian(1.0)
+    rule = qd.Riemannian(model, loss)
+    x = torch.randn(500, 56, generator=torch.Generator().manual_seed(1)).to(dtype)
+    losses = [train(model, loss, rule, x, x) for _ in range(60)]
+    assert rule.auto is not None and rule.auto.retreats < 10
+    assert losses[0] > 82 and losses[-1] < 77.5
+
+
+@pytest.mark.parametrize("factor", [1.0, 0.5])
+def test_no_layer_moves_by_more_than_its_own_weights(factor: float) -> None:
+    model, loss = deep(torch.float64), qd.Gaussian(1.0)
+    rule = qd.Riemannian(model, loss, lr=factor, step="auto")
+    x = torch.randn(200, 56, generator=torch.Generator().manual_seed(1)).double()
+    reached = 0.0
+    for _ in range(6):
+        before = {p: p.detach().clone() for p in model.parameters()}
+        train(model, loss, rule, x, x)
+        reached = max(reached, *parts(rule, before))
+    assert 0.5 < reached < 1 + 1e-6
+
+
+def test_layers_that_begin_at_zero_move() -> None:
+    model, loss = mlp(5, 6, 3), qd.Categorical()
+    for p in model.parameters():
+        torch.nn.init.zeros_(p)
+    rule = qd.Riemannian(model, loss)
+    x, t = batch("categorical", 60, 5, 3)
+    first = train(model, loss, rule, x, t)
+    for _ in range(5):
+        last = train(model, loss, rule, x, t)
+    assert last < first
+
+
+def test_directions_that_were_shortened_are_measured_anew(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The coefficients are the best ones for the directions as they are in the end."""
+    x, t = batch("categorical", 60, 5, 3)
+    reports = []
+    for longest in (1e9, 0.2):
+        monkeypatch.setattr(auto, "LONGEST", longest)
+        model, loss = mlp(5, 6, 3), qd.Categorical()
+        rule = qd.Riemannian(model, loss, metric="exact", step_fraction=1.0)
+        fisher = qd.reference.fisher_categorical(model, x)
+        before = {p: p.detach().clone() for p in model.parameters()}
+        train(model, loss, rule, x, t)
+        moved = torch.cat([(p.detach() - before[p]).flatten() for p in model.parameters()])
+        gradient = torch.cat([p.grad.flatten() for p in model.parameters()])  # type: ignore[union-attr]
+        predicted = gradient @ moved + 0.5 * moved @ fisher @ moved
+        assert rule.auto is not None
+        assert rule.auto.predicted == pytest.approx(float(predicted))
+        assert rule.auto.steps == 1 and max(parts(rule, before)) <= longest * (1 + 1e-6)
+        reports.append(rule.auto)
+    assert 0 > reports[1].predicted > reports[0].predicted
+
+
+def test_retreat_upon_retreat_knows_no_bound() -> None:
+    model, loss = mlp(5, 6, 3), qd.Categorical()
+    rule = qd.Riemannian(model, loss, lr=0.1, step="auto")
+    report, x, t = rule.auto, *batch("categorical", 60, 5, 3)
+    assert report is not None
+    for _ in range(3):
+        train(model, loss, rule, x, t)
+    high = auto.BOUNDS[1] * report.usual
+    for retreats in (1, 2, 3):
+        with torch.no_grad():
+            for p in model.parameters():  # as if the last step had gone too far
+                p.add_(10.0)
+                rule.state[p]["update"].add_(10.0)
+        train(model, loss, rule, x, t)
+        assert report.retreats == retreats
+        if retreats == 1:
+            assert report.damping <= high
+        train(model, loss, rule, x, t)
+        if retreats > 1:
+            continue
+        report.trend = 0.0  # nothing good in between
+    assert report.damping > 2 * high
+    kept = report.damping
+    report.trend = -1.0
+    train(model, loss, rule, x, t)
+    assert kept * auto.DECAY == pytest.approx(report.damping)
+
+
+def test_a_retreat_does_not_use_up_the_turn_of_the_metric(seldom: None) -> None:
+    model, loss = mlp(5, 6, 3), qd.Categorical()
+    rule = qd.Riemannian(model, loss, lr=0.1, step="auto")
+    x, t = batch("categorical", 60, 5, 3)
+    for _ in range(4):
+        train(model, loss, rule, x, t)
+    home = rule._blocks[0].home
+    assert rule.state[home]["updates"] == 1 and rule._collector.due
+    with torch.no_grad():
+        for p in model.parameters():
+            p.add_(10.0)
+            rule.state[p]["update"].add_(10.0)
+    train(model, loss, rule, x, t)
+    assert rule.auto is not None and rule.auto.retreats == 1
+    assert rule.state[home]["updates"] == 1 and rule._collector.due
+    again = qd.Riemannian(mlp(5, 6, 3), loss, lr=0.1, step="auto")
+    again.load_state_dict(rule.state_dict())
+    assert again._collector.due
+    train(model, loss, rule, x, t)
+    assert rule.state[home]["updates"] == 2 and not rule._collector.due
+
+
+def test_the_metric_is_updated_in_each_of_the_first_steps() -> None:
+    model, loss = mlp(5, 6, 3), qd.Categorical()
+    rule = qd.Riemannian(model, loss, lr=0.1, step="auto")
+    x, t = batch("categorical", 60, 5, 3)
+    updates = []
+    for _ in range(auto.AT_FIRST + 8):
+        train(model, loss, rule, x, t)
+        updates.append(rule.state[rule._blocks[0].home]["updates"])
+    assert rule.auto is not None and rule.auto.retreats == 0
+    assert updates == [*range(1, 11), 10, 10, 11, 11, 11, 11, 12, 12]
