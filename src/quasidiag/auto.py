@@ -49,10 +49,9 @@ STEPS, RISE, DECAY = 50, 1.2, 0.95
 AT_FIRST = 10
 #: Of the damping, relative to the curvature along the usual step.
 BOUNDS = 0.01, 10.0
-#: A step that raised the loss by this part of what it was to lower it (with its damping) is taken back, and the damping
-#: raised so that the next one is shorter, by this factor at most. It may have promised so many times what is usual:
-#: more than that is an outlier's.
-HARM, SHORTEST, OUTLIER = 0.5, 0.1, 2.0
+#: A step that raised the loss by what it was to lower it (with its damping), or by what is usual if that is less, is taken
+#: back, and the damping raised so that the next one is shorter, by this factor at most.
+SHORTEST = 0.1
 #: What two in a row promised is no outlier's: the usual is taken to be no less than a part of it.
 CHANGE = 10.0
 #: No layer moves by more than this part of its own weights: what little it has to say may be far from linear. Directions
@@ -263,7 +262,7 @@ class QuadraticModel:
             return False  # the data are to blame
         report.actual = float(now - before)
         report.ratio = report.actual / -abs(report.predicted) if report.predicted else 0.0
-        if not report.actual < HARM * min(report.promise, OUTLIER * math.exp(report.hope)):
+        if not report.actual < min(report.promise, math.exp(report.hope)):
             # The parabola through what is known has its minimum at this part of the step, for a curvature that much larger.
             part = report.promise / (report.actual + 2 * report.promise)
             part = max(part, SHORTEST) if math.isfinite(report.actual) else SHORTEST
