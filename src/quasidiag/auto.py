@@ -54,9 +54,9 @@ BOUNDS = 0.01, 10.0
 SHORTEST = 0.1
 #: What two in a row promised is no outlier's: the usual is taken to be no less than a part of it.
 CHANGE = 10.0
-#: No layer moves by more than this part of its own weights: what little it has to say may be far from linear. Directions
-#: are shortened and measured anew so many times.
-LONGEST, ROUNDS = 1.0, 3
+#: No layer moves by more than so many times its own weights: what little it has to say may be far from linear. Directions
+#: are shortened and measured anew so often. As this depends on the encoding, it is one of the safeguards.
+LONGEST, ROUNDS = 10.0, 3
 #: Of the last update's length to what it shares with the new directions, at least.
 APART = 1.1
 #: Relative, on the diagonal of the system of the coefficients: the directions may coincide.
@@ -378,7 +378,7 @@ def descend_(optimizer: Riemannian, model: QuadraticModel) -> None:
     for left in reversed(range(ROUNDS)):
         vars(report).update(vars(before))
         best = model.coefficients(gradient, named, [*images, None][: len(named)], whole, ranks)
-        excess = _excess(optimizer, [*named.values()], best, ranks)
+        excess = _excess(optimizer, [*named.values()], best, ranks) if optimizer.safeguard else {}
         if not excess or not left:
             break
         for u in (*named.values(), *images):

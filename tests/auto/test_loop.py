@@ -54,7 +54,7 @@ def test_no_argument_is_needed() -> None:
     assert optimizer.auto is not None and optimizer.param_groups[0]["lr"] == 1.0
     first = loss(model(x), t).item()
     train(model, loss, optimizer, x, t, 20)
-    assert loss(model(x), t).item() < 0.3 * first
+    assert loss(model(x), t).item() < 0.5 * first
 
 
 # ------------------------------------------------ lr as a factor

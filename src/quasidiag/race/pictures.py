@@ -59,6 +59,8 @@ def draw(summary: dict[str, Any]) -> Figure:
         device = {"cpu": "CPU", "cuda": "GPU"}.get(summary["timing"].get("device", ""), "")
         axes[1].set_xlabel(f"Seconds of updates {device}".rstrip())
     drawn = [value for row in summary["contenders"] for value in row["curve"]["loss"][1:]]
+    if min(drawn) == 0:  # fitted to the last digit: there is no place for it on a logarithmic axis
+        drawn = [value for value in drawn if value > 0]
     for axis in axes:
         axis.set_xscale("log")
     _logarithmic(axes, drawn)
