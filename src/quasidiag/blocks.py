@@ -14,7 +14,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from quasidiag import kernels, reductions, root
+from quasidiag import kernels, reductions
+from quasidiag import root as roots
 from quasidiag.kernels.rule import Rule
 from quasidiag.layers import Adapter, adapter_of
 from quasidiag.layers.linear import LinearAdapter
@@ -35,6 +36,14 @@ class Update(NamedTuple):
     w: Any
     keep: float
     gain: float | Tensor
+
+
+class KeptRoot(NamedTuple):
+    """The root of a metric, and what it is the root of."""
+
+    root: roots.Root
+    moments: list[Tensor]
+    of: tuple[Any, ...]
 
 
 class DiagonalBlock:
@@ -59,6 +68,7 @@ class DiagonalBlock:
         self.home = self.parameters[-1]
         #: Completes a sum over units; some may be on other ranks (:mod:`quasidiag.sharding`).
         self.add_up: Callable[[Tensor], Tensor] = _as_is
+        self._root: KeptRoot | None = None
 
     def start(self, state: State, a: Tensor, dtype: torch.dtype, identity: bool) -> None:
         """Make room for the metric: zeros, or the identity matrix."""
@@ -171,10 +181,24 @@ class DiagonalBlock:
         """Whether the units see the same inputs, so that a gradient of theirs is one matrix."""
         return self.weight is not None and self.adapter.mixes(self.module)
 
-    def root(self, state: State) -> root.Root:
-        r"""The coordinates in which the metric is the identity matrix (:mod:`quasidiag.root`)."""
+    def root(self, state: State) -> roots.Root:
+        r"""The coordinates in which the metric is the identity matrix (:mod:`quasidiag.root`), kept until it changes."""
+        kept = [m for m in self.kept(state) if m is not None]
+        now = (state[self.home]["updates"], [m._version for m in kept], self.safeguard)
+        same = self._root is not None and all(m is n for m, n in zip(kept, self._root.moments))
+        if self._root is None or not same or self._root.of != now:
+            self._root = KeptRoot(self._find_root(state), kept, now)
+        return self._root.root
+
+    def _find_root(self, state: State) -> roots.Root:
         *m00, mii = self.rows_of(self._bounded(state))
-        return root.Root(m00[0].sqrt() if m00 else None, None, mii.sqrt())
+        return roots.diagonal(m00[0] if m00 else None, mii)
+
+    def forms(self, state: State, steps: Sequence[list[Tensor]]) -> Tensor:
+        r"""The products of steps in the metric, :math:`w^⊤ M w'`, of each with each."""
+        root = self.root(state)
+        u = torch.stack([root.coordinates(self.rows_of(step)).flatten() for step in steps])
+        return u @ u.T
 
     def rows_of(self, tensors: Tensors) -> list[Tensor]:
         """Tensors shaped like :attr:`parameters`, the weight's as ``[units, inputs]``."""
@@ -256,8 +280,8 @@ class QuasiDiagonalBlock(DiagonalBlock):
         w0, wi = reductions.quasi_diagonal(m00, m0i, mii, v0, vi, eps=eps, floor=floor, shift=shift)
         return [w0.view_as(self.bias), self.adapter.unrows(self.module, wi, self.weight.shape)]
 
-    def root(self, state: State) -> root.Root:
-        return root.quasi_diagonal(*self._moment_rows(state), state[self.weight].get("shift"))
+    def _find_root(self, state: State) -> roots.Root:
+        return roots.quasi_diagonal(*self._moment_rows(state), state[self.weight].get("shift"))
 
     @cached_property
     def kind(self) -> Hashable | None:
@@ -374,6 +398,11 @@ class UnitwiseBlock(DiagonalBlock):
         v = rows if self.bias is None else torch.cat([gradients[0].unsqueeze(1), rows], dim=1)
         w = reductions.unitwise(state[self.weight]["block"], v, eps=eps, floor=floor)
         return [self._unrows(w)] if self.bias is None else [w[:, 0], self._unrows(w[:, 1:])]
+
+    def forms(self, state: State, steps: Sequence[list[Tensor]]) -> Tensor:
+        rows = [self.rows_of(step) for step in steps]
+        w = torch.stack([torch.cat([*(b.unsqueeze(1) for b in w0), wi], 1) for *w0, wi in rows], 2)
+        return (w.mT @ (state[self.weight]["block"] @ w)).sum(0)
 
     def descend_(self, state: State, gradients: list[Tensor], rule: Rule) -> bool:
         return False

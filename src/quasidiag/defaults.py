@@ -18,6 +18,7 @@ class Defaults(NamedTuple):
     metric_start: str | int
     metric_every: int
     step_fraction: float
+    step_every: int
     safeguard: tuple[float, float, float] | None
 
 
@@ -35,17 +36,19 @@ DEFAULTS = {
         metric_start="first",
         metric_every=1,
         step_fraction=1.0,
+        step_every=1,
         safeguard=None,
     ),
     "auto": Defaults(
         lr=1.0,
         metric="monte-carlo",
         orthogonal=True,
-        gamma=0.05,
+        gamma=0.1,
         eps=0.0,
         metric_start=1_000_000,
-        metric_every=4,
-        step_fraction=0.25,
+        metric_every=8,
+        step_fraction=0.5,
+        step_every=4,
         safeguard=SAFEGUARD,
     ),
 }

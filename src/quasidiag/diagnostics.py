@@ -17,9 +17,9 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from quasidiag.auto import Report
 from quasidiag.blocks import DiagonalBlock, QuasiDiagonalBlock, UnitwiseBlock
 from quasidiag.optimizer import Riemannian
+from quasidiag.quadratic import Report
 from quasidiag.reductions import varies
 from quasidiag.sharding import local, rows_of
 
@@ -74,7 +74,7 @@ class Diagnostics:
             for key in ("condition", "dead", "floored", "length")
         }
         if self.step is not None:
-            numbers = {key: v for key, v in vars(self.step).items() if key != "forms"}
+            numbers = {key: v for key, v in vars(self.step).items() if not isinstance(v, dict)}
             found |= {f"step/{key}": float(v) for key, v in numbers.items()}
         return {key: value for key, value in found.items() if not math.isnan(value)}
 

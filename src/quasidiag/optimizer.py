@@ -16,6 +16,7 @@ from quasidiag.defaults import DEFAULTS, everything
 from quasidiag.moments import Moments
 from quasidiag.outputs import OutputModel
 from quasidiag.probe import Hook
+from quasidiag.quadratic import QuadraticModel, Report
 from quasidiag.readiness import idle, ready, warn_of_others
 from quasidiag.replay import Replay
 from quasidiag.saving import Saved
@@ -51,7 +52,7 @@ class Riemannian(Saved):
         metric: ``"outer-product"``, ``"monte-carlo"``, ``"exact"`` or ``"backpropagated"``; the first by default, the
             second with ``step="auto"``.
         reduction: ``"quasi-diagonal"``, ``"diagonal"`` or ``"unitwise"``.
-        gamma: the weight of each new minibatch in the moving average: 0.01, or 0.05 with ``step="auto"``.
+        gamma: the weight of each new minibatch in the moving average: 0.01, or 0.1 with ``step="auto"``.
         eps: added to the metric's diagonal: 1e-8, or 0 with ``step="auto"``, which has relative safeguards instead.
         floor: a lower bound on the solve's denominator; ``None`` means ``eps``, as in the paper, ``0.0`` none.
         samples: targets drawn per sample, for the Monte Carlo metric.
@@ -63,13 +64,14 @@ class Riemannian(Saved):
         metric_start: ``"first"`` sets the metric by the first minibatch, an integer averages that many
             (:math:`γ_t = \max(γ, 1/(t+1))`), ``"identity"`` starts at the identity matrix. By default ``"first"``, or
             a plain average of as many as there are with ``step="auto"``.
-        metric_every: update the metric every so many steps: every one, or every fourth with ``step="auto"``.
+        metric_every: update the metric every so many steps: every one, or every eighth with ``step="auto"``.
         sharing: what a layer that is applied at several positions of a sample counts (:mod:`quasidiag.sharing`):
             ``"expand"`` each position as one more occurrence, ``"exact"`` the gradient of the whole sample,
             ``"reduce"`` one position with the average activity.
         metric_fraction: the share of each minibatch that enters the metric.
         step_fraction: the share of each minibatch on which ``step="auto"`` measures its quadratic model, by default a
-            quarter; 128 samples at least.
+            half; 128 samples at least.
+        step_every: it does so every so many steps, by default every fourth.
         orthogonal: whether ``step="auto"`` gives all directions of a layer's gradient the same strength
             (:mod:`quasidiag.orthogonal`), as it does by default; else it follows the Riemannian gradient itself. In
             such layers ``eps`` and ``floor`` do not count; the unitwise reduction has none.
@@ -117,6 +119,7 @@ class Riemannian(Saved):
         metric_every: int | None = None,
         metric_fraction: float = 1.0,
         step_fraction: float | None = None,
+        step_every: int | None = None,
         orthogonal: bool | None = None,
         safeguard: str | tuple[float, float, float] | None = "default",
         loss_reduction: str = "mean",
@@ -138,6 +141,7 @@ class Riemannian(Saved):
         metric_start = preset.metric_start if metric_start is None else metric_start
         metric_every = preset.metric_every if metric_every is None else metric_every
         step_fraction = preset.step_fraction if step_fraction is None else step_fraction
+        step_every = preset.step_every if step_every is None else step_every
         validate.options(
             metric=metric,
             reduction=reduction,
@@ -149,6 +153,7 @@ class Riemannian(Saved):
             metric_start=metric_start,
             metric_fraction=metric_fraction,
             step_fraction=step_fraction,
+            step_every=step_every,
         )
         validate.one_of("foreach", foreach, (None, True, False))
         if step == "auto":
@@ -156,12 +161,12 @@ class Riemannian(Saved):
         elif orthogonal:
             raise ValueError("orthogonal directions have no length: only step='auto' has them")
         validate.criterion(criterion, metric, loss_reduction)
-        self.auto = auto.Report() if step == "auto" else None
+        self.auto = Report() if step == "auto" else None
         self.safeguard = (
             preset.safeguard if safeguard == "default" else validate.safeguard(safeguard)
         )
         self.orthogonal = preset.orthogonal if orthogonal is None else orthogonal
-        self.step_fraction = step_fraction
+        self.step_fraction, self.step_every = step_fraction, step_every
         self.model, self.criterion = model, criterion
         self.metric, self.reduction, self.metric_start = metric, reduction, metric_start
         self.metric_every, self.nonfinite, self.capturable = metric_every, nonfinite, capturable
@@ -204,7 +209,7 @@ class Riemannian(Saved):
         if self.auto is not None:
             assert self.criterion is not None
             replay = Replay(self.model, self.criterion)
-            self._model = auto.QuadraticModel(replay, self.step_fraction, self.auto)
+            self._model = QuadraticModel(replay, self.step_fraction, self.auto)
         self._count(self.steps)
 
     def _find(self) -> None:
@@ -277,10 +282,11 @@ class Riemannian(Saved):
             usable = ready(self)
             if self._model is not None:
                 self._model.replay.check()
-                usable = not auto.retreat_(self, self._model) and usable
+                turn = auto.turn(self, self._model)
+                usable = not (turn.judges and auto.retreat_(self, self._model)) and usable
             if usable and self._model is not None:
                 self._update_metric()
-                auto.descend_(self, self._model)
+                auto.descend_(self, self._model, turn.measures)
             elif usable:
                 batches = together.batches(self)
                 done = together.advance_(self, batches)

@@ -6,8 +6,8 @@ singular directions hold nearly all of it. The step takes the orthogonal factor 
 the coordinates of the weights. This breaks no invariance: :math:`U` does not depend on the encoding.
 
 In a wide layer this is done for groups of units: the price is then that of some hundred samples more, however wide the
-layer. A unit's step has length one in the metric, on the average. Blocks that are no such matrix (norms, embeddings,
-sparse layers) are brought to the same length.
+layer. A unit's step has length one in the metric, there each, else on the average. Blocks that are no such matrix (norms,
+embeddings, sparse layers) are brought to the same length.
 """
 
 from __future__ import annotations
@@ -31,10 +31,11 @@ QUINTICS = (
 )
 #: For rounding: singular values begin below one over this.
 MARGIN = 1.01
-#: So many units of a wide layer are made orthogonal to each other; more would cost more, and bring nothing.
-GROUP = 256
-
-Pair = tuple[list[Tensor], list[Tensor]]
+#: So many units of a wide layer are made orthogonal to each other; more would cost more, and bring little. Wide is a
+#: layer with more units and inputs than that by a quarter.
+GROUP, WIDE = 256, 320
+#: A unit of a wide layer whose step is shorter than this, where one is usual, keeps what it has of it.
+FADED = 1e-3
 
 
 def newton_schulz(matrices: Tensor) -> Tensor:
@@ -46,43 +47,74 @@ def newton_schulz(matrices: Tensor) -> Tensor:
     for a direction.
     """
     half = matrices.is_cuda and matrices.dtype == torch.float32
-    x = matrices.bfloat16() if half else matrices
-    tall = x.shape[-2] > x.shape[-1]
-    x = x.mT if tall else x
-    tiny = torch.finfo(x.dtype).tiny
-    # Twice, or the squares of a gradient that has faded underflow; and a little more, because the first quintic rises
-    # steeply beyond one.
-    x = x / x.abs().amax((-2, -1), keepdim=True).clamp_min(tiny)
-    x = x / torch.linalg.vector_norm(x, dim=(-2, -1), keepdim=True).mul(MARGIN).clamp_min(tiny)
+    x, tall = _prepared(matrices.bfloat16() if half else matrices)
+    x = x / torch.linalg.vector_norm(x, dim=(-2, -1), keepdim=True).mul(MARGIN).clamp_min(1.0)
     for a, b, c in QUINTICS:
         gram = x @ x.mT
         x = torch.baddbmm(x, torch.baddbmm(gram, gram, gram, beta=b, alpha=c), x, beta=a)
     return (x.mT if tall else x).to(matrices.dtype)
 
 
+def by_gram(matrices: Tensor) -> Tensor:
+    r""":func:`newton_schulz` with the iterations on :math:`G = X X^⊤`, which is smaller than :math:`X`.
+
+    .. math:: P_k = a_k + b_k G_k + c_k G_k^2, \qquad G_{k+1} = G_k P_k^2, \qquad X = P_4 P_3 P_2 P_1 X_0.
+
+    Half as many operations, but the squares want float32 at least.
+    """
+    x, tall = _prepared(matrices)
+    gram = x @ x.mT
+    norm = gram.diagonal(dim1=-2, dim2=-1).sum(-1).sqrt().mul(MARGIN).clamp_min(1.0)[:, None, None]
+    gram = gram / norm.square()
+    product = quintic = _quintic(gram, *QUINTICS[0])
+    for coefficients in QUINTICS[1:]:
+        gram = gram @ quintic @ quintic
+        quintic = _quintic(gram, *coefficients)
+        product = quintic @ product
+    x = (product / norm) @ x
+    return x.mT if tall else x
+
+
+def _quintic(gram: Tensor, a: float, b: float, c: float) -> Tensor:
+    """What a quintic multiplies by: :math:`a + b G + c G^2`."""
+    even = torch.baddbmm(gram, gram, gram, beta=b, alpha=c)
+    even.diagonal(dim1=-2, dim2=-1).add_(a)
+    return even
+
+
+def _prepared(x: Tensor) -> tuple[Tensor, bool]:
+    """With no more rows than columns, and the largest entry 1: the squares of a gradient that has faded underflow."""
+    tall = x.shape[-2] > x.shape[-1]
+    x = x / x.abs().amax((-2, -1), keepdim=True).clamp_min(torch.finfo(x.dtype).tiny)
+    return (x.mT if tall else x), tall
+
+
 def factor(u: Tensor) -> Tensor:
     """The orthogonal factor of ``u: [units, inputs]``, by groups of units where both are many.
 
-    Units are of length one on the average.
+    Units are of length one: each in a wide layer, in others on the average.
     """
     units, inputs = u.shape
-    groups = math.ceil(units / GROUP) if min(units, inputs) > GROUP else 1
+    polar = newton_schulz if u.is_cuda else by_gram
+    if min(units, inputs) <= WIDE:
+        return polar(u.unsqueeze(0)).squeeze(0) * math.sqrt(max(1.0, units / inputs))
+    groups = math.ceil(units / GROUP)
     size = math.ceil(units / groups)
     padded = u if size * groups == units else F.pad(u, (0, 0, 0, size * groups - units))
-    orthogonal = newton_schulz(padded.view(groups, size, inputs)).reshape(-1, inputs)[:units]
-    return orthogonal * math.sqrt(units / inputs) if groups == 1 and units > inputs else orthogonal
+    orthogonal = polar(padded.view(groups, size, inputs)).reshape(-1, inputs)[:units]
+    lengths = torch.linalg.vector_norm(orthogonal, dim=1, keepdim=True)
+    return orthogonal / lengths.clamp_min(FADED)
 
 
-def step(block: DiagonalBlock, state: State, gradients: list[Tensor]) -> Pair:
-    r"""The step :math:`A^{-1} P Q^⊤` of a layer whose gradient has the coordinates :math:`P Σ Q^⊤`, and its image."""
+def step(block: DiagonalBlock, state: State, gradients: list[Tensor]) -> list[Tensor]:
+    r"""The step :math:`A^{-1} P Q^⊤` of a layer whose gradient has the coordinates :math:`P Σ Q^⊤`."""
     root = block.root(state)
-    u = factor(root.gradient(block.rows_of(gradients)))
-    return block.like(root.step(u)), block.like(root.image(u))
+    return block.like(root.step(factor(root.gradient(block.rows_of(gradients)))))
 
 
-def of_length(step: Sequence[Tensor], gradients: Sequence[Tensor], units: int) -> Pair:
-    r""":math:`d = M^{-1} v` brought to the length :math:`d^⊤ M d = \text{units}`, and its image."""
+def of_length(step: Sequence[Tensor], gradients: Sequence[Tensor], units: int) -> list[Tensor]:
+    r""":math:`d = M^{-1} v` brought to the length :math:`d^⊤ M d = \text{units}`."""
     length = torch.stack([torch.dot(w.flatten(), v.flatten()) for w, v in zip(step, gradients)])
     scale = (units / length.sum().clamp_min(torch.finfo(length.dtype).tiny)).sqrt()
     scale = torch.where(length.sum() > 0, scale, 0.0)
-    return [w * scale for w in step], [v * scale for v in gradients]
+    return [w * scale for w in step]

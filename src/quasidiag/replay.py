@@ -99,6 +99,7 @@ class Batch:
     reading: Reading | None
     target: Tensor
     version: list[int]
+    loss: Tensor
     weight: Tensor | None = None
 
     @property
@@ -168,7 +169,7 @@ class Replay:
         if reading is None and not self._concerns(judged):
             return  # another model's output
         call.judged = True
-        batch = Batch(call, reading, target, _versions(target))
+        batch = Batch(call, reading, target, _versions(target), loss.detach())
         self._batches.append(batch)
         loan = self._loans.lend(batch)
 
@@ -308,6 +309,10 @@ class Replay:
         target = batch.target.double() if batch.target.is_floating_point() else batch.target
         with torch.no_grad():
             return functional_call(self.criterion, own, (output.detach().double(), target))
+
+    def loss(self) -> float:
+        """What the minibatches of this step came to."""
+        return sum(weight * float(batch.loss) for weight, batch in self.weighted())
 
     def samples(self) -> int:
         """How many samples the minibatches of this step have."""

@@ -20,41 +20,57 @@ from quasidiag.reductions import varies
 
 
 class Root(NamedTuple):
-    """The :math:`A` of each unit of a layer. ``None`` is what a unit does not have: a bias, or a bias row."""
+    """The :math:`A` of each unit of a layer. ``None`` is what a unit does not have: a bias, or a bias row.
 
-    #: :math:`\\sqrt{m_{00}}`, ``[units]``.
+    What is kept is what every step needs: inverses, 0 for a unit that has never acted and an input that has never varied.
+    """
+
+    #: :math:`1/\\sqrt{m_{00}}`, ``[units]``.
     bias: Tensor | None
     #: :math:`μ`, ``[units, inputs]``.
     mean: Tensor | None
-    #: :math:`σ`, ``[units, inputs]``; 0 for an input that has never varied.
-    deviation: Tensor
+    #: :math:`1/σ`, ``[units, inputs]``.
+    scale: Tensor
 
     def gradient(self, v: list[Tensor]) -> Tensor:
         r"""The coordinates of a gradient, :math:`A^{-⊤} v`, as ``[units, (1 +) inputs]``, the bias first."""
-        vi = (
-            v[-1]
-            if self.mean is None
-            else torch.addcmul(v[-1], self.mean, v[0].unsqueeze(1), value=-1)
-        )
-        vi = vi * _inverse(self.deviation)
-        if self.bias is None:
-            return vi
-        return torch.cat([(v[0] * _inverse(self.bias)).unsqueeze(1), vi], dim=1)
+        u, ui = self._room(v[-1])
+        if self.mean is None:
+            torch.mul(v[-1], self.scale, out=ui)
+        else:
+            torch.addcmul(v[-1], self.mean, v[0].unsqueeze(1), value=-1, out=ui)
+            ui.mul_(self.scale)
+        if self.bias is not None:
+            torch.mul(v[0], self.bias, out=u[:, 0])
+        return u
 
     def step(self, u: Tensor) -> list[Tensor]:
         r"""The step with the coordinates ``u``, :math:`A^{-1} u`."""
         if self.bias is None:
-            return [u * _inverse(self.deviation)]
-        wi = u[:, 1:] * _inverse(self.deviation)
-        w0 = u[:, 0] * _inverse(self.bias)
-        return [w0 if self.mean is None else w0 - (self.mean * wi).sum(1), wi]
+            return [u * self.scale]
+        w0, wi = u[:, 0] * self.bias, u[:, 1:] * self.scale
+        return [w0 if self.mean is None else w0 - _rows_dot(self.mean, wi), wi]
 
-    def image(self, u: Tensor) -> list[Tensor]:
-        r"""What the metric makes of that step, :math:`M A^{-1} u = A^⊤ u`."""
-        if self.bias is None:
-            return [u * self.deviation]
-        v0, vi = u[:, 0] * self.bias, u[:, 1:] * self.deviation
-        return [v0, vi if self.mean is None else torch.addcmul(vi, self.mean, v0.unsqueeze(1))]
+    def coordinates(self, w: list[Tensor]) -> Tensor:
+        r"""Those of a step, :math:`A w`: its length in the metric is theirs, :math:`w^⊤ M w = ‖A w‖^2`."""
+        u, ui = self._room(w[-1])
+        tiny = torch.finfo(u.dtype).tiny  # where the root is none, a step is none
+        torch.div(w[-1], self.scale.clamp_min(tiny), out=ui)
+        if self.bias is not None:
+            w0 = w[0] if self.mean is None else w[0] + _rows_dot(self.mean, w[-1])
+            torch.div(w0, self.bias.clamp_min(tiny), out=u[:, 0])
+        return u
+
+    def _room(self, rows: Tensor) -> tuple[Tensor, Tensor]:
+        """For coordinates, and the part of them that belongs to the inputs."""
+        first = int(self.bias is not None)
+        u = rows.new_empty(rows.shape[0], first + rows.shape[1])
+        return u, u[:, first:]
+
+
+def diagonal(m00: Tensor | None, mii: Tensor) -> Root:
+    """Without a bias row."""
+    return Root(None if m00 is None else _inverse(m00.sqrt()), None, _inverse(mii.sqrt()))
 
 
 def quasi_diagonal(m00: Tensor, m0i: Tensor, mii: Tensor, shift: Tensor | None) -> Root:
@@ -62,8 +78,13 @@ def quasi_diagonal(m00: Tensor, m0i: Tensor, mii: Tensor, shift: Tensor | None) 
     mean = m0i * _inverse(m00).unsqueeze(1)
     variance = torch.addcmul(mii, mean, m0i, value=-1)
     variance = torch.where(varies(m00, mii, variance, mii, shift), variance, 0.0)
-    return Root(m00.sqrt(), mean if shift is None else mean + shift, variance.sqrt_())
+    mean = mean if shift is None else mean + shift
+    return Root(_inverse(m00.sqrt()), mean, _inverse(variance.sqrt_()))
 
 
 def _inverse(x: Tensor) -> Tensor:
     return torch.where(x > 0, x.reciprocal(), 0.0)
+
+
+def _rows_dot(x: Tensor, y: Tensor) -> Tensor:
+    return torch.bmm(x.unsqueeze(1), y.unsqueeze(2)).flatten()

@@ -11,9 +11,9 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from quasidiag import validate
-from quasidiag.auto import Report
 from quasidiag.blocks import DiagonalBlock
 from quasidiag.collect import Collector
+from quasidiag.quadratic import Report
 from quasidiag.sharding import rows_of
 from quasidiag.sums import SUMS
 

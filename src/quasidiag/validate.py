@@ -57,6 +57,7 @@ def options(**given: Any) -> None:
     one_of("nonfinite", given["nonfinite"], ("skip", "raise"))
     whole("samples", given["samples"])
     whole("metric_every", given["metric_every"])
+    whole("step_every", given["step_every"])
     if isinstance(given["metric_start"], str):
         one_of("metric_start", given["metric_start"], ("first", "identity"))
     else:

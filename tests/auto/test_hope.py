@@ -11,7 +11,7 @@ from torch import Tensor
 
 import quasidiag as qd
 from nets import batch, mlp
-from quasidiag.auto import CHANGE, QuadraticModel, Report
+from quasidiag.quadratic import CHANGE, QuadraticModel, Report
 
 pytestmark = pytest.mark.usefixtures("unbounded")
 
@@ -86,13 +86,17 @@ def test_a_report_of_another_version() -> None:
     saved = copy.deepcopy(optimizer.state_dict())
     assert optimizer.auto is not None
     old = saved["auto"]
-    del old["hope"], old["forms"]
-    old["spread"] = 1.0
+    del old["hope"], old["forms"], old["stride"]
+    old["noise"] = 1.0
     for _ in range(2):
         one_step(optimizer, x, t)
     optimizer.load_state_dict(saved)
     report = optimizer.auto
-    assert report.hope == pytest.approx(math.log(old["promise"])) and report.forms == {}
-    assert report.steps == 3 and not hasattr(report, "spread")
+    assert (
+        report.hope == pytest.approx(math.log(old["promise"]))
+        and report.forms == {}
+        and report.stride == 1
+    )
+    assert report.steps == 3 and not hasattr(report, "noise")
     one_step(optimizer, x, t)
     assert report.steps + report.retreats == 4

@@ -15,8 +15,13 @@ from nets import batch, mlp
 pytestmark = pytest.mark.usefixtures("seldom")
 
 RULES: dict[str, dict[str, Any]] = {
-    "automatic": {"step": "auto", "lr": 0.1},
-    "automatic, unitwise": {"step": "auto", "lr": 0.1, "reduction": "unitwise"},
+    "automatic": {"step": "auto", "lr": 0.1, "metric_every": 4},
+    "automatic, unitwise": {
+        "step": "auto",
+        "lr": 0.1,
+        "metric_every": 4,
+        "reduction": "unitwise",
+    },
     "fixed": {"lr": 0.01, "metric_every": 4},
     "fixed, one by one": {"lr": 0.01, "metric_every": 4, "foreach": False},
     "fixed, unitwise": {"lr": 0.01, "metric_every": 4, "reduction": "unitwise"},

@@ -1,0 +1,298 @@
+r"""The quadratic model of the loss along a few directions, and what came of the steps that it proposed.
+
+.. math:: g^⊤ δ + \tfrac12 δ^⊤ (F + λ M) δ,
+
+where :math:`F` is the Fisher matrix of the minibatch itself, no approximation: :math:`u^⊤ F v = ‹Ju, F_\text{out} Jv›`
+needs the derivatives of the outputs along the directions only. The damping :math:`λ` rises while the loss does: steps are
+judged on the next minibatch, which they have not seen, and those that did great harm there are taken back.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from quasidiag import distributed
+from quasidiag.outputs import OutputModel
+from quasidiag.replay import Batch, Direction, Replay
+
+#: How much of the average of the quadratic forms survives a measurement, which is that of a share of the minibatch.
+FORMS = 0.5
+#: That share holds so many samples at least, if there are as many.
+FEWEST = 128
+#: What the steps did to the loss is summed up over about this many of them. While the sum is a rise the damping grows
+#: by a factor a step, else it falls by one.
+STEPS, RISE, DECAY = 50, 1.2, 0.95
+#: Of the damping, relative to the curvature along the usual step.
+BOUNDS = 0.01, 10.0
+#: Steps that raised the loss by what they were to lower it (with its damping), or by what is usual if that is less, are
+#: taken back, and the damping raised so that the next one is shorter, by this factor at most.
+SHORTEST = 0.1
+#: What two in a row promised is no outlier's: the usual is taken to be no less than a part of it.
+CHANGE = 10.0
+#: Relative, on the diagonal of the system of the coefficients: the directions may coincide.
+RIDGE = 1e-6
+#: A minibatch's loss is a surprise if it is above the average of the last ones (each new one counts so much) by so many
+#: of their standard deviations.
+RECENT, SURPRISE = 0.1, 2.0
+
+
+@dataclass
+class Report:
+    r"""What the last steps did.
+
+    Attributes:
+        alpha: :math:`α`, the last step's length along the new direction.
+        mu: :math:`μ`, its momentum.
+        other: its length along the direction of the parameters that are in no block.
+        damping: :math:`λ`.
+        predicted: the change of the loss that the model expected of the last step that it was measured for.
+        promise: how much the damped model is lowered by that step at a factor of 1.
+        hope: the average of its logarithm.
+        stride: steps since, with that one.
+        actual: the change that the last steps judged had brought, on the minibatch after them.
+        ratio: of that to what was predicted of so many.
+        trend: the sum of such changes, older ones counting less.
+        length: the length of the last step that was measured, in the metric, :math:`δ^⊤ M δ`.
+        curvature: of the loss along it, relative to that, :math:`δ^⊤ F δ / δ^⊤ M δ`.
+        usual: the average of such curvatures.
+        steps: steps so far.
+        retreats: how often steps were taken back.
+        factor: the ``lr`` that the last step was multiplied by.
+        samples: how many it saw, on the average rank.
+        level: the average of the last minibatches' losses.
+        spread: their variance.
+        steady: whether the next step may be like the last one measured.
+        coefficients: of that one, at a factor of 1, by the names of the new directions.
+        slopes: of the loss along these.
+        forms: the averages of :math:`u^⊤Fv / \sqrt{u^⊤Mu\; v^⊤Mv}`, by the names of the directions.
+    """
+
+    alpha: float = 0.0
+    mu: float = 0.0
+    other: float = 0.0
+    damping: float = 0.0
+    predicted: float = 0.0
+    promise: float = 0.0
+    hope: float = 0.0
+    stride: int = 0
+    actual: float = float("nan")
+    ratio: float = float("nan")
+    trend: float = 0.0
+    length: float = 0.0
+    curvature: float = 0.0
+    usual: float = 0.0
+    steps: int = 0
+    retreats: int = 0
+    factor: float = 1.0
+    samples: float = 0.0
+    level: float = 0.0
+    spread: float = 0.0
+    steady: bool = False
+    coefficients: dict[str, float] = field(default_factory=dict)
+    slopes: dict[str, float] = field(default_factory=dict)
+    forms: dict[str, float] = field(default_factory=dict)
+
+    @classmethod
+    def saved(cls, kept: Mapping[str, Any]) -> Report:
+        """From what a ``state_dict`` has of it, which may be of another version."""
+        report = cls(**{key: kept[key] for key in vars(cls()) if key in kept})
+        if "hope" not in kept and report.promise > 0:
+            report.hope = math.log(report.promise)
+        if "stride" not in kept and report.promise > 0:
+            report.stride = 1
+        return report
+
+    def surprised(self, loss: float) -> bool:
+        """Whether this loss is higher than the last minibatches', by more than they differ. It is then one of them."""
+        rise, most = loss - self.level, SURPRISE * math.sqrt(self.spread)
+        young = self.steps * RECENT < 0.5
+        surprise = not young and not rise <= most
+        if math.isfinite(rise):
+            rise = min(rise, 2 * most) if surprise else rise  # an outlier is not the new usual
+            weight = max(1 / (self.steps + 1), RECENT)
+            self.level += weight * rise
+            self.spread += weight * ((rise**2 if self.steps else 0.0) - self.spread)
+        return surprise
+
+
+def minimiser(linear: Tensor, quadratic: Tensor) -> Tensor:
+    r"""The coefficients *c* that minimise :math:`c·\text{linear} + \tfrac12 c^⊤ \text{quadratic}\, c`, in float64.
+
+    Zero where the system has no finite solution.
+    """
+    scale = quadratic.diagonal().clamp_min(torch.finfo(torch.float64).tiny).rsqrt()
+    system = quadratic * scale * scale.unsqueeze(1)
+    system = system + RIDGE * torch.eye(len(linear), dtype=torch.float64)
+    best, failed = torch.linalg.solve_ex(system, (scale * linear).unsqueeze(1))
+    best = -scale * best.squeeze(1)
+    return torch.zeros_like(best) if failed or not bool(best.isfinite().all()) else best
+
+
+class QuadraticModel:
+    """Measures the model of the loss along given directions, and keeps the damping in ``report``.
+
+    Args:
+        replay: runs the model again on a share of the minibatch.
+        share: that share.
+        report: where to write what was found, and to read it from at the next step.
+    """
+
+    def __init__(self, replay: Replay, share: float, report: Report) -> None:
+        self.replay, self.share, self.report = replay, share, report
+
+    def coefficients(
+        self,
+        gradient: Direction,
+        named: Mapping[str, Direction],
+        metric: Tensor,
+        factor: float,
+        ranks: Any = None,
+    ) -> list[float]:
+        r"""The best coefficient of each direction *u*, times ``factor``; ``metric`` has their products :math:`u^⊤ M v`."""
+        names, directions, k = [*named], [*named.values()], len(named)
+        linear = torch.stack([dot(gradient, u) for u in directions])
+        fisher = self._fisher(directions)
+        # g and M are the same on all ranks, up to rounding; the minibatch is not.
+        numbers = mean(torch.cat([linear, fisher.flatten()]), ranks)
+        linear, fisher = numbers[:k], numbers[k:].view(k, k)
+        fisher = self._averaged(names, fisher, metric.diagonal())
+        best = minimiser(linear, fisher + self.report.damping * metric)
+        self._expect(linear @ best, best @ fisher @ best, best @ metric @ best)
+        self.report.coefficients = dict(zip(names, best.tolist()))
+        self.report.slopes = dict(zip(names, linear.tolist()))
+        best = best * factor
+        self.report.predicted = float(linear @ best + 0.5 * best @ fisher @ best)
+        self.report.length = float(best @ metric @ best)
+        return best.tolist()
+
+    def _expect(self, slope: Tensor, form: Tensor, length: Tensor) -> None:
+        """Of a step at a factor of 1. The averages begin with the first one that there is."""
+        report, weight = self.report, 1 / min(self.report.steps + 1, STEPS)
+        weight = weight if report.usual else 1.0
+        before, report.promise = report.promise, -0.5 * float(slope)
+        if report.promise > 0:
+            report.hope += weight * (math.log(report.promise) - report.hope)
+            if before > 0:
+                both = math.log(min(before, report.promise))
+                report.hope = max(report.hope, both - math.log(CHANGE))
+        if length > 0:
+            report.curvature = float(form / length)
+            most = BOUNDS[1] * report.usual or report.curvature  # more is an outlier's
+            report.usual += weight * (min(report.curvature, most) - report.usual)
+
+    def again(
+        self, gradient: Direction, named: Mapping[str, Direction], factor: float, ranks: Any = None
+    ) -> list[float]:
+        """The coefficients of the last measurement, each smaller by as much as the slope along its direction is."""
+        slopes = mean(torch.stack([dot(gradient, u) for u in named.values()]), ranks).tolist()
+        known, length = self.report.slopes, self.report.coefficients
+        parts = [min(max(slope / known[name], 0.0), 1.0) for name, slope in zip(named, slopes)]
+        return [part * length[name] * factor for name, part in zip(named, parts)]
+
+    def _fisher(self, directions: Sequence[Direction]) -> Tensor:
+        own = self.replay.criterion.parameter_fisher()
+        inner = [{p: u for p, u in d.items() if p not in own} for d in directions]
+        total = torch.zeros(len(directions), len(directions), dtype=torch.float64)
+        for weight, batch in self.replay.weighted():
+            total += weight * self._form(batch, inner)
+        for i, u in enumerate(directions):
+            for j, v in enumerate(directions):
+                total[i, j] += sum(
+                    (own[p] * u[p] * v[p]).sum().item() for p in own if p in u and p in v
+                )
+        return total
+
+    def _averaged(self, names: Sequence[str], fisher: Tensor, lengths: Tensor) -> Tensor:
+        """The forms of directions of these lengths, from those of unit length, whose averages are kept."""
+        scale = lengths.clamp_min(torch.finfo(torch.float64).tiny).sqrt()
+        scale = scale * scale.unsqueeze(1)
+        pairs = [(i, j) for i in range(len(names)) for j in range(i + 1)]
+        fresh = {f"{names[i]}, {names[j]}": float(fisher[i, j] / scale[i, j]) for i, j in pairs}
+        known = self.report.forms
+        keep = FORMS if known.keys() == fresh.keys() else 0.0  # or the average may not be a form
+        kept = {name: keep * known.get(name, new) + (1 - keep) * new for name, new in fresh.items()}
+        self.report.forms = kept
+        averaged = torch.zeros_like(fisher)
+        for (i, j), form in zip(pairs, kept.values()):
+            averaged[i, j] = averaged[j, i] = form * scale[i, j]
+        return averaged
+
+    def _form(self, batch: Batch, directions: Sequence[Direction]) -> Tensor:
+        r""":math:`‹Ju, F_\text{out} Jv›` on a share of a minibatch."""
+        criterion: OutputModel = self.replay.criterion
+        terms = self.replay.terms(batch)
+        share = max(self.share, min(1.0, FEWEST / max(1, terms)))
+        if share < 1 and 2 * self.replay.terms(batch, share) < share * terms:
+            share = 1.0  # what counts lies elsewhere
+        output, target, moved = self.replay.tangents(batch, directions, share)
+        dtype = torch.promote_types(output.dtype, torch.float32)
+        output, moved = output.to(dtype), [u.to(dtype) for u in moved]
+        counted = criterion.counted(output, target)
+        if counted is not None:
+            moved = [torch.where(counted, u, 0.0) for u in moved]
+        rows = [torch.stack([criterion.inner(output, u, v) for v in moved]) for u in moved]
+        form = torch.stack(rows).double() / max(1, int(criterion.terms(output, target)))
+        return form.cpu()
+
+    def size(self, ranks: Any = None) -> tuple[float, float]:
+        """This step's samples on the average rank, and its loss: all ranks must come to the same judgement."""
+        numbers = [float(self.replay.samples()), self.replay.loss()]
+        samples, loss = mean(torch.tensor(numbers, dtype=torch.float64), ranks).tolist()
+        return samples, loss
+
+    def judge(self, update: Direction, ranks: Any = None) -> bool:
+        """What the way since the last time did to the loss of *this* minibatch, which it has not seen; whether harm.
+
+        On its own minibatch every step looks good: with more parameters than samples, the model of the loss fits them.
+        """
+        report = self.report
+        promise = report.stride * report.promise
+        if not promise > 0:
+            return False
+        start = {p: p.detach() - u.to(p.dtype) for p, u in update.items()}
+        pairs = [torch.stack(self.replay.values(b, start)) * w for w, b in self.replay.weighted()]
+        now, before = mean(torch.stack(pairs).sum(0).cpu(), ranks)
+        if not before.isfinite():
+            return False  # the data are to blame
+        report.actual = float(now - before)
+        predicted = report.stride * report.predicted
+        report.ratio = report.actual / -abs(predicted) if predicted else 0.0
+        if not report.actual < min(promise, report.stride * math.exp(report.hope)):
+            # The parabola through what is known has its minimum at this part of the step, for a curvature that much larger.
+            part = promise / (report.actual + 2 * promise)
+            part = max(part, SHORTEST) if math.isfinite(report.actual) else SHORTEST
+            again = report.trend == 0.0  # no good step since the last one that was taken back
+            damping = (report.curvature + report.damping) / part - report.curvature
+            self._damp(damping, math.inf if again else report.damping)
+            report.trend = 0.0
+            return True
+        # On its own minibatch every step is good, and on the next one nearly every second is bad: what counts is the sum.
+        report.trend = (1 - 1 / STEPS) ** report.stride * report.trend + report.actual
+        change = RISE if report.trend > 0 else DECAY
+        self._damp(report.damping * change**report.stride, report.damping / 2)
+        return False
+
+    def _damp(self, damping: float, most: float) -> None:
+        """Within the bounds, or up to ``most`` where that is more: beyond them it halves with every step that is kept."""
+        low, high = (bound * self.report.usual for bound in BOUNDS)
+        self.report.damping = min(max(damping, low), max(high, most))
+
+
+def dot(covector: Direction, u: Direction) -> Tensor:
+    """Over the parameters that both have, without waiting for a device more than once."""
+    pairs = [(covector[p].flatten(), v.flatten()) for p, v in u.items() if p in covector]
+    if not pairs:
+        return torch.zeros((), dtype=torch.float64)
+    dots = [torch.dot(v, w.to(v.dtype)) for v, w in pairs]
+    return torch.stack([x.to(dots[0].device).double() for x in dots]).sum().cpu()
+
+
+def mean(numbers: Tensor, ranks: Any) -> Tensor:
+    """Over the ranks, if there are several."""
+    return numbers if ranks is None else distributed.mean(numbers, ranks)
