@@ -16,6 +16,7 @@ from quasidiag.orthogonal import (
     WIDE,
     by_gram,
     factor,
+    factors,
     newton_schulz,
     of_length,
 )
@@ -193,3 +194,11 @@ def test_only_layers_whose_units_see_the_same_inputs_are_matrices() -> None:
 def test_a_given_lr_has_no_orthogonal_directions() -> None:
     with pytest.raises(ValueError, match="only step='auto'"):
         qd.Riemannian(nn.Linear(2, 2), lr=0.1, orthogonal=True)
+
+
+def test_small_layers_in_one_batch() -> None:
+    us = [matrix(*shape) for shape in (*SHAPES, (70, 80), (30, 40))]
+    for found, u in zip(factors(us), us, strict=True):
+        torch.testing.assert_close(found, factor(u), rtol=1e-9, atol=1e-12)
+    mixed = [us[0], us[1].float(), us[2]]
+    assert [o.dtype for o in factors(mixed)] == [u.dtype for u in mixed]

@@ -35,6 +35,9 @@ if TYPE_CHECKING:
 AVERAGING = 0.8
 #: Metric and model are measured in each of the first steps, while the network changes quickly.
 AT_FIRST = 10
+#: The first step is so much shorter, and so many later none is: long first steps lead to where the loss is sharply
+#: curved, and all that follow must be short.
+FIRST, WARM_UP = 0.2, 40
 #: No layer moves by more than so many times its own weights: what little it has to say may be far from linear. Directions
 #: are shortened and measured anew so often. As this depends on the encoding, it is one of the safeguards.
 LONGEST, ROUNDS = 10.0, 3
@@ -81,11 +84,23 @@ def propose(optimizer: Riemannian, gradient: Direction) -> dict[Tensor, Tensor]:
     others = set(optimizer._others)
     averaged = {p: _average_(optimizer.state[p], g) for p, g in gradient.items() if p not in others}
     direction: dict[Tensor, Tensor] = {}
+    matrices: dict[DiagonalBlock, list[Tensor]] = {}
     for block in optimizer._blocks:
         if optimizer._known(block) and any(p in gradient for p in block.parameters):
-            given = [averaged.get(p, torch.zeros_like(p)) for p in block.parameters]
-            d = _of_block(optimizer, block, given)
-            direction |= {p: w for p, w in zip(block.parameters, d) if p in gradient}
+            dtype = dtype_of(block, optimizer.state)
+            given = [
+                averaged[p].to(dtype) if p in averaged else torch.zeros_like(p, dtype=dtype)
+                for p in block.parameters
+            ]
+            whole = all(p in gradient for p in block.parameters)
+            if optimizer.orthogonal and whole and block.mixes:
+                matrices[block] = given
+            else:
+                d = _solved(optimizer, block, given, whole)
+                direction |= {p: w for p, w in zip(block.parameters, d) if p in gradient}
+    found = orthogonal.steps([*matrices], optimizer.state, [*matrices.values()])
+    for block, d in zip(matrices, found):
+        direction |= dict(zip(block.parameters, d))
     assert optimizer.criterion is not None
     for p, fisher in optimizer.criterion.parameter_fisher().items():
         if p in gradient:
@@ -93,14 +108,12 @@ def propose(optimizer: Riemannian, gradient: Direction) -> dict[Tensor, Tensor]:
     return direction | dict(together.others(optimizer))
 
 
-def _of_block(optimizer: Riemannian, block: DiagonalBlock, given: list[Tensor]) -> list[Tensor]:
-    group, state = optimizer._group[block.home], optimizer.state
-    given = [v.to(dtype_of(block, state)) for v in given]
-    whole = all(p.grad is not None for p in block.parameters)
-    if optimizer.orthogonal and whole and block.mixes:
-        return orthogonal.step(block, state, given)
-    solve = block.solve if whole else block.solve_part
-    d = solve(state, given, group["eps"], group["floor"])
+def _solved(
+    optimizer: Riemannian, block: DiagonalBlock, given: list[Tensor], whole: bool
+) -> list[Tensor]:
+    """The Riemannian gradient of a block, as long as the others' directions."""
+    group, solve = optimizer._group[block.home], block.solve if whole else block.solve_part
+    d = solve(optimizer.state, given, group["eps"], group["floor"])
     units = block.parameters[0].shape[0]
     return orthogonal.of_length(d, given, units) if optimizer.orthogonal else d
 
@@ -146,14 +159,16 @@ def _average_(state: dict[str, Any], g: Tensor) -> Tensor:
 
 def descend_(optimizer: Riemannian, model: QuadraticModel, measures: bool) -> None:
     r""":math:`θ ← θ - α d + μ δ_-`. A group's ``lr`` multiplies the whole step of its parameters."""
+    report = model.report
     factors = {p: float(group["lr"]) for p, group in optimizer._group.items()}
-    factor = max(factors.values())
+    largest = max(factors.values())
+    factor = largest * min(1.0, FIRST + (1 - FIRST) * report.steps / WARM_UP)
     gradient: Direction = {
         p: optimizer._gradient(p) for p in optimizer._group if p.grad is not None
     }
     direction = propose(optimizer, gradient)
     # The directions of a group with a smaller factor are that much shorter.
-    smaller = {p: factors[p] / factor for p in direction if factors[p] != factor}
+    smaller = {p: factors[p] / largest for p in direction if factors[p] != largest}
     for p, part in smaller.items():
         direction[p].mul_(part)
     others = set(optimizer._others)
@@ -162,7 +177,6 @@ def descend_(optimizer: Riemannian, model: QuadraticModel, measures: bool) -> No
         "other": {p: u for p, u in direction.items() if p in others},
     }
     new = {name: u for name, u in new.items() if u}
-    report = model.report
     if measures:
         last = _last(optimizer)
         for p in last:

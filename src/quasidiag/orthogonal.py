@@ -34,6 +34,8 @@ MARGIN = 1.01
 #: So many units of a wide layer are made orthogonal to each other; more would cost more, and bring little. Wide is a
 #: layer with more units and inputs than that by a quarter.
 GROUP, WIDE = 256, 320
+#: Layers of up to so many numbers are batched: their time goes into calls.
+SMALL = 4_096
 #: A unit of a wide layer whose step is shorter than this, where one is usual, keeps what it has of it.
 FADED = 1e-3
 
@@ -95,21 +97,53 @@ def factor(u: Tensor) -> Tensor:
     Units are of length one: each in a wide layer, in others on the average.
     """
     units, inputs = u.shape
-    polar = newton_schulz if u.is_cuda else by_gram
     if min(units, inputs) <= WIDE:
-        return polar(u.unsqueeze(0)).squeeze(0) * math.sqrt(max(1.0, units / inputs))
+        return _polar(u.unsqueeze(0)).squeeze(0) * _length(u)
     groups = math.ceil(units / GROUP)
     size = math.ceil(units / groups)
     padded = u if size * groups == units else F.pad(u, (0, 0, 0, size * groups - units))
-    orthogonal = polar(padded.view(groups, size, inputs)).reshape(-1, inputs)[:units]
+    orthogonal = _polar(padded.view(groups, size, inputs)).reshape(-1, inputs)[:units]
     lengths = torch.linalg.vector_norm(orthogonal, dim=1, keepdim=True)
     return orthogonal / lengths.clamp_min(FADED)
 
 
-def step(block: DiagonalBlock, state: State, gradients: list[Tensor]) -> list[Tensor]:
-    r"""The step :math:`A^{-1} P Q^⊤` of a layer whose gradient has the coordinates :math:`P Σ Q^⊤`."""
-    root = block.root(state)
-    return block.like(root.step(factor(root.gradient(block.rows_of(gradients)))))
+def factors(us: Sequence[Tensor]) -> list[Tensor]:
+    """:func:`factor` of each; small ones in one batch, with zeros around them, which stay zeros."""
+    alike: dict[tuple[torch.dtype, torch.device, bool], list[int]] = {}
+    for i, u in enumerate(us):
+        alike.setdefault((u.dtype, u.device, u.numel() <= SMALL), []).append(i)
+    found: dict[int, Tensor] = {}
+    for (dtype, device, small), batch in alike.items():
+        if not small or len(batch) == 1:
+            found |= {i: factor(us[i]) for i in batch}
+            continue
+        flat = [us[i].mT if us[i].shape[0] > us[i].shape[1] else us[i] for i in batch]
+        shape = [len(batch), *(max(x.shape[d] for x in flat) for d in (0, 1))]
+        room = torch.zeros(shape, dtype=dtype, device=device)
+        for k, x in enumerate(flat):
+            room[k, : x.shape[0], : x.shape[1]] = x
+        for i, x, o in zip(batch, flat, _polar(room)):
+            o = o[: x.shape[0], : x.shape[1]] * _length(us[i])
+            found[i] = o if x is us[i] else o.mT
+    return [found[i] for i in range(len(us))]
+
+
+def _polar(matrices: Tensor) -> Tensor:
+    return newton_schulz(matrices) if matrices.is_cuda else by_gram(matrices)
+
+
+def _length(u: Tensor) -> float:
+    """Of each row of orthogonal columns, on the average, for rows of length one."""
+    return math.sqrt(max(1.0, u.shape[0] / u.shape[1]))
+
+
+def steps(
+    blocks: Sequence[DiagonalBlock], state: State, gradients: Sequence[list[Tensor]]
+) -> list[list[Tensor]]:
+    r"""The steps :math:`A^{-1} P Q^⊤` of layers whose gradients have the coordinates :math:`P Σ Q^⊤`."""
+    roots = [block.root(state) for block in blocks]
+    us = [r.gradient(b.rows_of(v)) for b, r, v in zip(blocks, roots, gradients)]
+    return [b.like(r.step(u)) for b, r, u in zip(blocks, roots, factors(us))]
 
 
 def of_length(step: Sequence[Tensor], gradients: Sequence[Tensor], units: int) -> list[Tensor]:

@@ -63,7 +63,7 @@ class Report:
         usual: the average of such curvatures.
         steps: steps so far.
         retreats: how often steps were taken back.
-        factor: the ``lr`` that the last step was multiplied by.
+        factor: what the last step was multiplied by: the ``lr``, less at first.
         samples: how many it saw, on the average rank.
         level: the average of the last minibatches' losses.
         spread: their variance.

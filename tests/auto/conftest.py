@@ -17,3 +17,9 @@ def unbounded(monkeypatch: pytest.MonkeyPatch) -> None:
 def seldom(monkeypatch: pytest.MonkeyPatch) -> None:
     """The metric is updated no more often in the first steps than later."""
     monkeypatch.setattr(auto, "AT_FIRST", 0)
+
+
+@pytest.fixture
+def warm(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The first steps are as long as those that follow."""
+    monkeypatch.setattr(auto, "FIRST", 1.0)

@@ -86,7 +86,9 @@ def test_layers_that_begin_at_zero_move() -> None:
     assert last < first
 
 
-def test_directions_that_were_shortened_are_measured_anew(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_directions_that_were_shortened_are_measured_anew(
+    monkeypatch: pytest.MonkeyPatch, warm: None
+) -> None:
     """The coefficients are the best ones for the directions as they are in the end."""
     x, t = batch("categorical", 60, 5, 3)
     reports = []

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 
 import quasidiag as qd
 from nets import batch, mlp
-from quasidiag.auto import AVERAGING
+from quasidiag.auto import AVERAGING, FIRST, WARM_UP
 
 SIZES = (4, 6, 3)
 HERE = Path(__file__).parent
@@ -58,6 +58,19 @@ def test_no_argument_is_needed() -> None:
 
 
 # ------------------------------------------------ lr as a factor
+
+
+def test_the_factor_rises_to_what_it_is() -> None:
+    model, loss, x, t = problem()
+    optimizer = qd.Riemannian(model, loss, lr=0.5, step="auto")
+    factors = []
+    for _ in range(WARM_UP + 2):
+        train(model, loss, optimizer, x, t, 1)
+        assert optimizer.auto is not None
+        factors.append(optimizer.auto.factor)
+    expected = [0.5 * min(1.0, FIRST + (1 - FIRST) * k / WARM_UP) for k in range(WARM_UP + 2)]
+    assert optimizer.auto is not None and optimizer.auto.retreats == 0
+    assert factors == pytest.approx(expected)
 
 
 @pytest.mark.usefixtures("unbounded")
@@ -274,6 +287,7 @@ def test_a_weighted_loss_has_a_weighted_model() -> None:
     )
 
 
+@pytest.mark.usefixtures("warm")
 def test_autocast() -> None:
     """The model is replayed in the precision in which it ran; the step is close to the full one."""
     torch.manual_seed(0)

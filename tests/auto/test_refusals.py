@@ -149,6 +149,7 @@ def test_a_state_of_the_other_kind_of_step(to: str, plain: bool) -> None:
 # ------------------------------------------------ Bounds
 
 
+@pytest.mark.usefixtures("warm")
 def test_an_update_ends_where_the_bound_does() -> None:
     """The step is judged from where the parameters were, not from where they would have been without the bound."""
     model, x = mlp(4, 6, 3), batch("gaussian", 24, 4, 3)[0]

@@ -14,6 +14,7 @@ from nets import batch, mlp
 from quasidiag import auto
 from quasidiag.quadratic import RECENT, Report
 
+pytestmark = pytest.mark.usefixtures("warm")
 SIZES = (5, 8, 3)
 
 
