@@ -311,3 +311,19 @@ def test_backpropagated_metric_beyond_chains_says_why() -> None:
         with pytest.raises(TypeError, match="backpropagated"):
             train_once(model, optimizer, torch.randn(4, 5), torch.tensor([0, 1, 2, 0]))
         assert all(torch.equal(p, q) for p, q in zip(model.parameters(), before, strict=True))
+
+
+def test_a_head_that_the_criterion_does_not_judge_is_named() -> None:
+    trunk, judged, other = nn.Linear(4, 6), nn.Linear(6, 3), nn.Linear(6, 2)
+    model, loss = nn.ModuleList([trunk, judged, other]), qd.Categorical()
+    x, t = torch.randn(20, 4), torch.randint(3, (20,))
+    for metric, fits in (("monte-carlo", False), ("outer-product", True)):
+        optimizer = qd.Riemannian(model, loss, lr=1e-3, metric=metric)
+        hidden = trunk(x).tanh()
+        (loss(judged(hidden), t) + other(hidden).square().mean()).backward()
+        if fits:
+            optimizer.step()
+        else:
+            with pytest.raises(RuntimeError, match="2 has a gradient, but the criterion's output"):
+                optimizer.step()
+        optimizer.zero_grad()

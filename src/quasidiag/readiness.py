@@ -98,6 +98,12 @@ def why_unseen(optimizer: Riemannian, block: DiagonalBlock) -> str:
             f"{optimizer.metric} metric cannot see: use torch.utils.checkpoint.checkpoint(..., use_reentrant=False), "
             "or metric='outer-product'"
         )
+    if optimizer.criterion is not None and optimizer.metric != "outer-product":
+        return (
+            f"{block.name} has a gradient, but the criterion's output does not depend on it: the {optimizer.metric} "
+            "metric sees no other loss, metric='outer-product' does. Or its forward pass was not in training mode, or "
+            "came before the optimizer" + compiled
+        )
     return (
         f"the metric saw no backward pass through {block.name}: call model.train(), and make the forward pass "
         "after the optimizer" + compiled
