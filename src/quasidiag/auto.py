@@ -38,6 +38,8 @@ AT_FIRST = 10
 #: The first step is so much shorter, and so many later none is: long first steps lead to where the loss is sharply
 #: curved, and all that follow must be short.
 FIRST, WARM_UP = 0.2, 40
+#: A way shorter than this part of the new direction, in squares, is none, and no direction to go on in.
+NOWHERE = 1e-24
 #: No layer moves by more than so many times its own weights: what little it has to say may be far from linear. Directions
 #: are shortened and measured anew so often. As this depends on the encoding, it is one of the safeguards.
 LONGEST, ROUNDS = 10.0, 3
@@ -195,7 +197,7 @@ def descend_(optimizer: Riemannian, model: QuadraticModel, measures: bool) -> No
     for name, u in new.items() if any(best.values()) else ():
         for p, w in u.items():
             w.mul_(best[name])
-            if p in last:
+            if report.mu and p in last:
                 w.add_(last[p], alpha=report.mu)
             p.add_(w.to(p.dtype))
             way = optimizer.state[p].get("update")
@@ -221,6 +223,9 @@ def _measure(
     for left in reversed(range(ROUNDS)):
         vars(report).update(vars(before))
         metric = lengths(optimizer, [*named.values()])
+        if "last" in named and not metric[-1, -1] > NOWHERE * metric.diagonal().max():
+            del named["last"]
+            metric = metric[:-1, :-1]
         best = model.coefficients(gradient, named, metric, whole, ranks)
         excess = _excess(optimizer, [*named.values()], best, ranks) if optimizer.safeguard else {}
         if not excess or not left:

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 import quasidiag as qd
-from nets import batch, mlp
+from nets import batch, digits, mlp
 from quasidiag import auto
 from quasidiag.quadratic import RECENT, Report
 
@@ -201,3 +201,28 @@ def test_resumed_on_the_way() -> None:
     for p, q in zip(rule.model.parameters(), twin.model.parameters()):
         assert torch.equal(p, q)
     assert vars(report) == vars(twin.auto)
+
+
+def test_a_way_that_leads_nowhere_is_no_direction() -> None:
+    """As after minibatches without a gradient; its coefficient would be beyond all numbers."""
+    rule, report = started(step_every=1)
+    for p in rule.model.parameters():
+        rule.state[p]["update"].mul_(1e-60)
+    before = [p.detach().clone() for p in rule.model.parameters()]
+    train(rule, *samples(0))
+    assert report.mu == 0.0 and report.alpha > 0
+    moved = [(p.detach() - old).abs().max() for p, old in zip(rule.model.parameters(), before)]
+    assert 0 < max(moved) < 1
+
+
+def test_minibatches_of_two_samples() -> None:
+    x, t = digits()
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(784, 32), nn.ReLU(), nn.Linear(32, 10))
+    rule = qd.Riemannian(model, qd.Categorical())
+    for _ in range(300):
+        picked = torch.randint(len(x), (2,))
+        train(rule, x[picked].float(), t[picked])
+    assert rule.auto is not None and rule.auto.retreats < 60
+    with torch.no_grad():
+        assert float(qd.Categorical()(model(x.float()), t)) < 1.5
