@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, nn
 
 import quasidiag as qd
-from nets import batch, mlp
+from nets import batch, digits, mlp
 from quasidiag.auto import AVERAGING, FIRST, WARM_UP
 
 SIZES = (4, 6, 3)
@@ -346,7 +346,7 @@ def test_a_copy_goes_on_as_the_original(way: str) -> None:
 WORKER = """
 import sys, torch
 import quasidiag as qd
-from nets import batch, mlp
+from nets import batch, digits, mlp
 
 torch.set_num_threads(1)
 start, stop, load, save = int(sys.argv[1]), int(sys.argv[2]), sys.argv[3], sys.argv[4]
@@ -454,3 +454,17 @@ def test_a_minibatch_that_is_not_finite_is_skipped() -> None:
         train(model, loss, optimizer, x * torch.nan, t)
     assert all(torch.equal(p, q) for p, q in zip(before, values(model)))
     assert optimizer.auto == report
+
+
+def test_minibatches_of_two_samples() -> None:
+    x, t = digits()
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(784, 32), nn.ReLU(), nn.Linear(32, 10))
+    loss = qd.Categorical()
+    rule = qd.Riemannian(model, loss)
+    for _ in range(300):
+        picked = torch.randint(len(x), (2,))
+        train(model, loss, rule, x[picked].float(), t[picked], 1)
+    assert rule.auto is not None and rule.auto.retreats < 60
+    with torch.no_grad():
+        assert float(loss(model(x.float()), t)) < 1.5

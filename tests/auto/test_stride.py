@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 import quasidiag as qd
-from nets import batch, digits, mlp
+from nets import batch, mlp
 from quasidiag import auto
 from quasidiag.quadratic import RECENT, Report
 
@@ -213,16 +213,3 @@ def test_a_way_that_leads_nowhere_is_no_direction() -> None:
     assert report.mu == 0.0 and report.alpha > 0
     moved = [(p.detach() - old).abs().max() for p, old in zip(rule.model.parameters(), before)]
     assert 0 < max(moved) < 1
-
-
-def test_minibatches_of_two_samples() -> None:
-    x, t = digits()
-    torch.manual_seed(0)
-    model = nn.Sequential(nn.Linear(784, 32), nn.ReLU(), nn.Linear(32, 10))
-    rule = qd.Riemannian(model, qd.Categorical())
-    for _ in range(300):
-        picked = torch.randint(len(x), (2,))
-        train(rule, x[picked].float(), t[picked])
-    assert rule.auto is not None and rule.auto.retreats < 60
-    with torch.no_grad():
-        assert float(qd.Categorical()(model(x.float()), t)) < 1.5
