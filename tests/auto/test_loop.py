@@ -346,7 +346,7 @@ def test_a_copy_goes_on_as_the_original(way: str) -> None:
 WORKER = """
 import sys, torch
 import quasidiag as qd
-from nets import batch, digits, mlp
+from nets import batch, mlp
 
 torch.set_num_threads(1)
 start, stop, load, save = int(sys.argv[1]), int(sys.argv[2]), sys.argv[3], sys.argv[4]
