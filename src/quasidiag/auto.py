@@ -34,7 +34,7 @@ if TYPE_CHECKING:
 #: How much of the gradient's average survives a step.
 AVERAGING = 0.8
 #: Metric and model are measured in each of the first steps, while the network changes quickly.
-AT_FIRST = 10
+AT_FIRST = 4
 #: The first step is so much shorter, and so many later none is: long first steps lead to where the loss is sharply
 #: curved, and all that follow must be short.
 FIRST, WARM_UP = 0.2, 40

@@ -242,7 +242,7 @@ def test_two_heads_of_one_model() -> None:
 
     model, loss = Heads(), qd.Categorical()
     x, t = batch("categorical", 24, 4, 3)
-    optimizer = qd.Riemannian(model, loss)
+    optimizer = qd.Riemannian(model, loss, step_every=1)
     losses = []
     for _ in range(6):
         optimizer.zero_grad()

@@ -110,7 +110,7 @@ def test_coefficients_minimise_the_dense_quadratic_model(
 
 def test_actual_decrease_is_that_of_samples_the_step_has_not_seen() -> None:
     model, loss = mlp(*SIZES), criterion("categorical")
-    optimizer = qd.Riemannian(model, loss, lr=0.1, step="auto")
+    optimizer = qd.Riemannian(model, loss, lr=0.1, step="auto", step_every=1)
     report = optimizer.auto
     assert report is not None
     last: dict[Tensor, Tensor] = {}
