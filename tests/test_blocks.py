@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import copy
 from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 import quasidiag as qd
 from nets import batch, mlp
@@ -66,11 +67,52 @@ def test_the_root_is_kept_until_the_metric_changes() -> None:
     root = block.root(state)
     assert block.root(state) is root
     other = qd.Riemannian(mlp(4, 5, 3), qd.Categorical())
-    saved = rule.state_dict()
+    saved = copy.deepcopy(rule.state_dict())
     other.load_state_dict(saved)
     torch.testing.assert_close(other._blocks[0].root(other.state).scale, root.scale)
     state[block.home]["mii"].mul_(4.0)
     assert not torch.allclose(block.root(state).scale, root.scale)
-    root = block.root(state)
     rule.load_state_dict(saved)
-    assert block.root(rule.state) is not root
+    torch.testing.assert_close(rule._blocks[0].root(rule.state).scale, root.scale)
+
+
+@pytest.mark.parametrize("kind", ["linear", "convolution", "norm"])
+@pytest.mark.parametrize("left", ["weight", "bias"])
+def test_layers_of_which_only_a_part_is_trained(kind: str, left: str) -> None:
+    torch.manual_seed(0)
+    layers = {
+        "linear": nn.Linear(9, 9),
+        "convolution": nn.Sequential(nn.Unflatten(1, (1, 3, 3)), nn.Conv2d(1, 9, 3), nn.Flatten()),
+        "norm": nn.LayerNorm(9),
+    }
+    model = nn.Sequential(layers[kind], nn.Linear(9, 3))
+    for name, p in model[0].named_parameters():
+        p.requires_grad_(name.endswith(left))
+    loss = qd.Categorical()
+    rule = qd.Riemannian(model, loss)
+    x, t = torch.randn(40, 9), torch.randint(3, (40,))
+    losses = []
+    for _ in range(30):
+        rule.zero_grad()
+        value = loss(model(x), t)
+        value.backward()
+        rule.step()
+        losses.append(float(value.detach()))
+    assert losses[-1] < losses[0] and rule.auto is not None and rule.auto.length > 0
+
+
+def test_a_constant_input_beside_a_frozen_bias() -> None:
+    """The diagonal that is left moves the weights of an input that has never varied; in the metric that is no length."""
+    model, loss = mlp(4, 5, 3), qd.Categorical()
+    rule = qd.Riemannian(model, loss, safeguard=None)
+    x, t = batch("categorical", 40, 4, 3)
+    x[:, 1] = 1.0
+    for step in range(30):
+        if step == 15:
+            model[0].bias.requires_grad_(False)
+        before = model[2].weight.detach().clone()
+        rule.zero_grad()
+        loss(model(x), t).backward()
+        rule.step()
+        assert rule.auto is not None and rule.auto.retreats == 0
+        assert not torch.equal(model[2].weight, before)

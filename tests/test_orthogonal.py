@@ -14,6 +14,7 @@ from quasidiag.orthogonal import (
     MARGIN,
     QUINTICS,
     WIDE,
+    _rooms,
     by_gram,
     factor,
     factors,
@@ -202,3 +203,11 @@ def test_small_layers_in_one_batch() -> None:
         torch.testing.assert_close(found, factor(u), rtol=1e-9, atol=1e-12)
     mixed = [us[0], us[1].float(), us[2]]
     assert [o.dtype for o in factors(mixed)] == [u.dtype for u in mixed]
+
+
+def test_no_batch_is_mostly_zeros() -> None:
+    us = [matrix(8, 9) for _ in range(6)] + [matrix(1, 400), matrix(60, 50)]
+    rooms = _rooms(us)
+    assert sorted(i for room in rooms for i in room) == [*range(8)] and [*range(6)] in rooms
+    for found, u in zip(factors(us), us, strict=True):
+        torch.testing.assert_close(found, factor(u), rtol=1e-9, atol=1e-12)

@@ -15,6 +15,7 @@ own, with a third coefficient.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -24,7 +25,7 @@ from torch import Tensor
 
 from quasidiag import orthogonal, together
 from quasidiag.blocks import DiagonalBlock
-from quasidiag.quadratic import QuadraticModel, mean
+from quasidiag.quadratic import QuadraticModel, Report, before_way, mean
 from quasidiag.replay import Direction
 from quasidiag.sums import dtype_of
 
@@ -52,20 +53,34 @@ class Turn(NamedTuple):
     judges: bool
 
 
-def turn(optimizer: Riemannian, model: QuadraticModel) -> Turn:
+def turn(optimizer: Riemannian, model: QuadraticModel, usable: bool) -> Turn:
     """Whether this step measures the model, and judges the way since it was last measured.
 
-    It does not unless it is the next one's turn, or this one has other parameters, or its loss is a surprise.
+    Not unless its turn has come, or it is unlike the one that was measured, or its loss is a surprise. A minibatch of which
+    nothing but the gradient is bad is no judge, nor is an epoch's last small one, which waits for the next to measure.
     """
     report, before = model.report, model.report.samples
     report.samples, loss = model.size(_ranks(optimizer))
     surprised = report.surprised(loss)
-    few = report.samples < before / 2  # an epoch's last minibatch is no judge
+    judge = report.samples >= before / 2 and (usable or not math.isfinite(loss))
+    if report.steps < AT_FIRST or not report.steady or not _alike(optimizer, report):
+        return Turn(True, judge)
+    due = surprised or report.stride >= optimizer.step_every
+    return Turn(due and (judge or optimizer.step_every == 1), due and judge)
+
+
+def _alike(optimizer: Riemannian, report: Report) -> bool:
+    """Whether this step moves the same parameters as the last one measured, in the same proportions."""
     moving = {p for p in optimizer._group if p.grad is not None}
-    if report.steps < AT_FIRST or not report.steady or moving != _last(optimizer).keys():
-        return Turn(True, not few)
-    due = not few and (surprised or report.stride >= optimizer.step_every)
-    return Turn(due, due)
+    parts = _parts(optimizer)
+    close = len(parts) == len(report.parts) and all(map(math.isclose, parts, report.parts))
+    return close and moving == _last(optimizer).keys()
+
+
+def _parts(optimizer: Riemannian) -> list[float]:
+    """The factor of each group, relative to the largest."""
+    factors = [float(group["lr"]) for group in optimizer.param_groups]
+    return [factor / (max(factors) or 1.0) for factor in factors]
 
 
 def retreat_(optimizer: Riemannian, model: QuadraticModel) -> bool:
@@ -74,7 +89,8 @@ def retreat_(optimizer: Riemannian, model: QuadraticModel) -> bool:
     if not update or not model.judge(update, _ranks(optimizer)):
         return False
     for p, u in update.items():
-        p.sub_(u.to(p.dtype))
+        if p.requires_grad:  # or it was frozen where it is
+            p.copy_(before_way(p, u))
         del optimizer.state[p]["update"]
     report.length, report.stride, report.steady = 0.0, 0, False
     report.retreats += 1
@@ -122,23 +138,21 @@ def _solved(
 
 def lengths(optimizer: Riemannian, directions: Sequence[Direction]) -> Tensor:
     """The products of directions in the metric, of each with each."""
-    total = torch.zeros(len(directions), len(directions), dtype=torch.float64)
+    found = []
     for block in optimizer._blocks:
-        moving = any(p in u for u in directions for p in block.parameters)
-        if moving and optimizer._known(block):
-            zeros = [
-                torch.zeros_like(p, dtype=dtype_of(block, optimizer.state))
-                for p in block.parameters
-            ]
-            steps = [
-                [u.get(p, zero) for p, zero in zip(block.parameters, zeros)] for u in directions
-            ]
-            total += block.forms(optimizer.state, steps).double().cpu()
+        if optimizer._known(block) and any(p in u for u in directions for p in block.parameters):
+            dtype = dtype_of(block, optimizer.state)
+            steps = [[_along(u, p, dtype) for p in block.parameters] for u in directions]
+            found.append(block.forms(optimizer.state, steps))
     for p, metric in _diagonal(optimizer).items():
-        u = [d[p].flatten() if p in d else torch.zeros_like(p).flatten() for d in directions]
-        rows = torch.stack(u)
-        total += (rows @ (metric.flatten() * rows).T).double().cpu()
-    return total
+        rows = torch.stack([_along(u, p, metric.dtype).flatten() for u in directions])
+        found.append(rows @ (metric.flatten() * rows).T)
+    # As one, or a device would be waited for as often as there are layers.
+    return torch.stack([forms.double().to(found[0].device) for forms in found]).sum(0).cpu()
+
+
+def _along(u: Direction, p: Tensor, dtype: torch.dtype) -> Tensor:
+    return u[p].to(dtype) if p in u else torch.zeros_like(p, dtype=dtype)
 
 
 def _diagonal(optimizer: Riemannian) -> dict[Tensor, Tensor]:
@@ -155,6 +169,7 @@ def _diagonal(optimizer: Riemannian) -> dict[Tensor, Tensor]:
 def _average_(state: dict[str, Any], g: Tensor) -> Tensor:
     """The average with this gradient, and once more with it (Nesterov). Its scale, short at first, does not matter."""
     average = state.setdefault("average", torch.zeros_like(g))
+    g = g.to(average.dtype)
     average.lerp_(g, 1 - AVERAGING)
     return average.lerp(g, 1 - AVERAGING)
 
@@ -182,13 +197,12 @@ def descend_(optimizer: Riemannian, model: QuadraticModel, measures: bool) -> No
     if measures:
         last = _last(optimizer)
         for p in last:
-            # Of a step before the last, where there is no new one.
             del optimizer.state[p]["update"]
         last = {
             p: last[p] * smaller[p] if p in smaller else last[p] for p in last if p in direction
         }
         best = _measure(optimizer, model, gradient, new | ({"last": last} if last else {}), factor)
-        report.mu, report.stride = best.pop("last", 0.0), 0
+        report.mu, report.stride, report.parts = best.pop("last", 0.0), 0, _parts(optimizer)
     else:
         best = dict(zip(new, model.again(gradient, new, factor, _ranks(optimizer))))
         last, report.mu = {}, 0.0
@@ -199,13 +213,19 @@ def descend_(optimizer: Riemannian, model: QuadraticModel, measures: bool) -> No
             w.mul_(best[name])
             if report.mu and p in last:
                 w.add_(last[p], alpha=report.mu)
-            p.add_(w.to(p.dtype))
-            way = optimizer.state[p].get("update")
-            optimizer.state[p]["update"] = w if way is None else way.add_(w)
+            moved, way = _move_(p, w), optimizer.state[p].get("update")
+            optimizer.state[p]["update"] = moved if way is None else way.add_(moved)
     report.alpha, report.other = -best.get("new", 0.0), -best.get("other", 0.0)
     report.factor = factor
     report.steps += 1
     report.stride += 1
+
+
+def _move_(p: Tensor, w: Tensor) -> Tensor:
+    """Move a parameter, and by how much it did: one of low precision rounds."""
+    before = p.detach().to(w.dtype, copy=p.dtype != w.dtype)
+    p.add_(w.to(p.dtype))
+    return w if p.dtype == w.dtype else p.detach().to(w.dtype) - before
 
 
 def _measure(
@@ -244,7 +264,7 @@ def _excess(
 ) -> dict[Tensor, float]:
     """How many times too long the step may be, for the parameters of each layer where it is.
 
-    Layers that begin at zero may move as far as others that do not: by about one for each unit.
+    Layers that begin at zero may move as far as others that do not: those with weights of one for each unit.
     """
     blocks = [b for b in optimizer._blocks if any(p in directions[0] for p in b.parameters)]
     found = []

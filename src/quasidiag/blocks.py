@@ -201,7 +201,9 @@ class DiagonalBlock:
         return u @ u.T
 
     def rows_of(self, tensors: Tensors) -> list[Tensor]:
-        """Tensors shaped like :attr:`parameters`, the weight's as ``[units, inputs]``."""
+        """Tensors shaped like :attr:`parameters`, the weight's as ``[units, inputs]``; a bias alone is a column of them."""
+        if self.weight is None:
+            return [tensors[0].reshape(-1, 1)]
         return [*(t.reshape(-1) for t in tensors[:-1]), self.adapter.rows(self.module, tensors[-1])]
 
     def like(self, rows: Tensors) -> list[Tensor]:

@@ -282,7 +282,7 @@ class Riemannian(Saved):
             usable = ready(self)
             if self._model is not None:
                 self._model.replay.check()
-                turn = auto.turn(self, self._model)
+                turn = auto.turn(self, self._model, usable)
                 usable = not (turn.judges and auto.retreat_(self, self._model)) and usable
             if usable and self._model is not None:
                 self._update_metric()

@@ -36,6 +36,8 @@ MARGIN = 1.01
 GROUP, WIDE = 256, 320
 #: Layers of up to so many numbers are batched: their time goes into calls.
 SMALL = 4_096
+#: And with so many times as many zeros as numbers at most.
+WASTE = 4
 #: A unit of a wide layer whose step is shorter than this, where one is usual, keeps what it has of it.
 FADED = 1e-3
 
@@ -109,23 +111,39 @@ def factor(u: Tensor) -> Tensor:
 
 def factors(us: Sequence[Tensor]) -> list[Tensor]:
     """:func:`factor` of each; small ones in one batch, with zeros around them, which stay zeros."""
-    alike: dict[tuple[torch.dtype, torch.device, bool], list[int]] = {}
-    for i, u in enumerate(us):
-        alike.setdefault((u.dtype, u.device, u.numel() <= SMALL), []).append(i)
     found: dict[int, Tensor] = {}
-    for (dtype, device, small), batch in alike.items():
-        if not small or len(batch) == 1:
-            found |= {i: factor(us[i]) for i in batch}
+    for batch in _rooms(us):
+        if len(batch) == 1:
+            found[batch[0]] = factor(us[batch[0]])
             continue
         flat = [us[i].mT if us[i].shape[0] > us[i].shape[1] else us[i] for i in batch]
-        shape = [len(batch), *(max(x.shape[d] for x in flat) for d in (0, 1))]
-        room = torch.zeros(shape, dtype=dtype, device=device)
+        room = flat[0].new_zeros(len(batch), *_sides(us, batch))
         for k, x in enumerate(flat):
             room[k, : x.shape[0], : x.shape[1]] = x
         for i, x, o in zip(batch, flat, _polar(room)):
             o = o[: x.shape[0], : x.shape[1]] * _length(us[i])
             found[i] = o if x is us[i] else o.mT
     return [found[i] for i in range(len(us))]
+
+
+def _rooms(us: Sequence[Tensor]) -> list[list[int]]:
+    """Which of them go together: small ones of similar shapes, so that most of a batch is not zeros."""
+    rooms: list[list[int]] = []
+    for i in sorted(range(len(us)), key=lambda i: (min(us[i].shape), max(us[i].shape))):
+        u, last = us[i], rooms[-1] if rooms else []
+        rows, columns = _sides(us, [*last, i])
+        filled = sum(us[k].numel() for k in [*last, i])
+        like = last and (us[last[0]].dtype, us[last[0]].device) == (u.dtype, u.device)
+        if like and u.numel() <= SMALL and (len(last) + 1) * rows * columns <= WASTE * filled:
+            last.append(i)
+        else:
+            rooms.append([i])
+    return rooms
+
+
+def _sides(us: Sequence[Tensor], batch: Sequence[int]) -> tuple[int, int]:
+    """Of a room that all of these fit into, the shorter one first."""
+    return max(min(us[i].shape) for i in batch), max(max(us[i].shape) for i in batch)
 
 
 def _polar(matrices: Tensor) -> Tensor:

@@ -58,7 +58,7 @@ class Report:
         actual: the change that the last steps judged had brought, on the minibatch after them.
         ratio: of that to what was predicted of so many.
         trend: the sum of such changes, older ones counting less.
-        length: the length of the last step that was measured, in the metric, :math:`δ^⊤ M δ`.
+        length: the squared length of the last step that was measured, in the metric, :math:`δ^⊤ M δ`.
         curvature: of the loss along it, relative to that, :math:`δ^⊤ F δ / δ^⊤ M δ`.
         usual: the average of such curvatures.
         steps: steps so far.
@@ -67,9 +67,11 @@ class Report:
         samples: how many it saw, on the average rank.
         level: the average of the last minibatches' losses.
         spread: their variance.
+        losses: how many there were.
         steady: whether the next step may be like the last one measured.
         coefficients: of that one, at a factor of 1, by the names of the new directions.
         slopes: of the loss along these.
+        parts: the groups' factors then, relative to the largest.
         forms: the averages of :math:`u^⊤Fv / \sqrt{u^⊤Mu\; v^⊤Mv}`, by the names of the directions.
     """
 
@@ -93,9 +95,11 @@ class Report:
     samples: float = 0.0
     level: float = 0.0
     spread: float = 0.0
+    losses: int = 0
     steady: bool = False
     coefficients: dict[str, float] = field(default_factory=dict)
     slopes: dict[str, float] = field(default_factory=dict)
+    parts: list[float] = field(default_factory=list)
     forms: dict[str, float] = field(default_factory=dict)
 
     @classmethod
@@ -111,13 +115,14 @@ class Report:
     def surprised(self, loss: float) -> bool:
         """Whether this loss is higher than the last minibatches', by more than they differ. It is then one of them."""
         rise, most = loss - self.level, SURPRISE * math.sqrt(self.spread)
-        young = self.steps * RECENT < 0.5
-        surprise = not young and not rise <= most
+        known = self.losses * RECENT > 0.5 and self.spread > 0
+        surprise = not rise <= most and (known or not math.isfinite(rise))
         if math.isfinite(rise):
             rise = min(rise, 2 * most) if surprise else rise  # an outlier is not the new usual
-            weight = max(1 / (self.steps + 1), RECENT)
+            weight = max(1 / (self.losses + 1), RECENT)
             self.level += weight * rise
-            self.spread += weight * ((rise**2 if self.steps else 0.0) - self.spread)
+            self.spread += weight * ((rise**2 if self.losses else 0.0) - self.spread)
+            self.losses += 1
         return surprise
 
 
@@ -191,6 +196,9 @@ class QuadraticModel:
     ) -> list[float]:
         """The coefficients of the last measurement, each smaller by as much as the slope along its direction is."""
         slopes = mean(torch.stack([dot(gradient, u) for u in named.values()]), ranks).tolist()
+        if not all(map(math.isfinite, slopes)):
+            self.report.steady = False
+            return [0.0] * len(slopes)
         known, length = self.report.slopes, self.report.coefficients
         parts = [min(max(slope / known[name], 0.0), 1.0) for name, slope in zip(named, slopes)]
         return [part * length[name] * factor for name, part in zip(named, parts)]
@@ -255,7 +263,7 @@ class QuadraticModel:
         promise = report.stride * report.promise
         if not promise > 0:
             return False
-        start = {p: p.detach() - u.to(p.dtype) for p, u in update.items()}
+        start = {p: before_way(p, u) for p, u in update.items()}
         pairs = [torch.stack(self.replay.values(b, start)) * w for w, b in self.replay.weighted()]
         now, before = mean(torch.stack(pairs).sum(0).cpu(), ranks)
         if not before.isfinite():
@@ -279,9 +287,14 @@ class QuadraticModel:
         return False
 
     def _damp(self, damping: float, most: float) -> None:
-        """Within the bounds, or up to ``most`` where that is more: beyond them it halves with every step that is kept."""
+        """Within the bounds, or up to ``most`` where that is more: beyond them it halves with every good judgement."""
         low, high = (bound * self.report.usual for bound in BOUNDS)
         self.report.damping = min(max(damping, low), max(high, most))
+
+
+def before_way(p: Tensor, u: Tensor) -> Tensor:
+    """Where a parameter was before it moved by ``u``, also in low precision."""
+    return (p.detach().to(u.dtype) - u).to(p.dtype)
 
 
 def dot(covector: Direction, u: Direction) -> Tensor:

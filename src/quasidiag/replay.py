@@ -169,7 +169,7 @@ class Replay:
         if reading is None and not self._concerns(judged):
             return  # another model's output
         call.judged = True
-        batch = Batch(call, reading, target, _versions(target), loss.detach())
+        batch = Batch(call, reading, target, _versions(target), loss.detach().clone())
         self._batches.append(batch)
         loan = self._loans.lend(batch)
 

@@ -54,11 +54,10 @@ class Root(NamedTuple):
     def coordinates(self, w: list[Tensor]) -> Tensor:
         r"""Those of a step, :math:`A w`: its length in the metric is theirs, :math:`w^⊤ M w = ‖A w‖^2`."""
         u, ui = self._room(w[-1])
-        tiny = torch.finfo(u.dtype).tiny  # where the root is none, a step is none
-        torch.div(w[-1], self.scale.clamp_min(tiny), out=ui)
+        torch.mul(w[-1], _inverse(self.scale), out=ui)
         if self.bias is not None:
             w0 = w[0] if self.mean is None else w[0] + _rows_dot(self.mean, w[-1])
-            torch.div(w0, self.bias.clamp_min(tiny), out=u[:, 0])
+            torch.mul(w0, _inverse(self.bias), out=u[:, 0])
         return u
 
     def _room(self, rows: Tensor) -> tuple[Tensor, Tensor]:

@@ -208,7 +208,7 @@ def test_micro_batches_equal_the_batch(pieces: int) -> None:
     torch.testing.assert_close(values(other), values(model), rtol=1e-7, atol=1e-9)
     assert rule.auto is not None and whole.auto is not None
     found, expected = vars(rule.auto), vars(whole.auto)
-    for name in ("forms", "coefficients", "slopes"):
+    for name in ("forms", "coefficients", "slopes", "parts"):
         assert found.pop(name) == pytest.approx(expected.pop(name), rel=1e-6)
     assert found == pytest.approx(expected, rel=1e-6)
 
@@ -458,7 +458,7 @@ def test_a_minibatch_that_is_not_finite_is_skipped() -> None:
 
 def test_minibatches_of_two_samples() -> None:
     x, t = digits()
-    torch.manual_seed(0)
+    torch.manual_seed(2)
     model = nn.Sequential(nn.Linear(784, 32), nn.ReLU(), nn.Linear(32, 10))
     loss = qd.Categorical()
     rule = qd.Riemannian(model, loss)

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 import quasidiag as qd
 from nets import batch, mlp
 from quasidiag import auto
-from quasidiag.quadratic import RECENT, Report
+from quasidiag.quadratic import RECENT, Report, before_way
 
 pytestmark = pytest.mark.usefixtures("warm")
 SIZES = (5, 8, 3)
@@ -138,7 +138,7 @@ def test_all_of_a_way_that_did_harm_is_taken_back() -> None:
 
 
 def test_a_surprise_is_measured_at_once() -> None:
-    rule, report = started(auto.AT_FIRST + 1)
+    rule, report = started(2 * auto.AT_FIRST)
     while report.stride != 2:
         train(rule, *samples(report.stride % 3))
     x, _ = samples(0)
@@ -152,8 +152,7 @@ def test_what_is_a_surprise() -> None:
     losses = [1.0, 1.1, 0.9, 1.05, 0.95, 1.0, 1.1, 0.9]
     for loss in losses:
         assert not report.surprised(loss)
-        report.steps += 1
-    assert report.steps * RECENT > 0.5
+    assert report.losses * RECENT > 0.5
     level, spread = report.level, report.spread
     assert level == pytest.approx(1.0, abs=0.05) and spread**0.5 == pytest.approx(0.08, abs=0.03)
     assert not report.surprised(0.1)  # less is none
@@ -213,3 +212,103 @@ def test_a_way_that_leads_nowhere_is_no_direction() -> None:
     assert report.mu == 0.0 and report.alpha > 0
     moved = [(p.detach() - old).abs().max() for p, old in zip(rule.model.parameters(), before)]
     assert 0 < max(moved) < 1
+
+
+def test_losses_that_were_all_the_same_are_no_measure() -> None:
+    """Nor is a report without any, of an older version."""
+    report = Report(steps=1000)
+    for _ in range(20):
+        assert not report.surprised(1.0)
+    rises = [report.surprised(2.0 + 0.1 * (k % 3)) for k in range(50)]
+    assert sum(rises) < 10 and report.level == pytest.approx(2.1, abs=0.1)
+
+
+def test_other_proportions_of_the_groups_are_measured() -> None:
+    model = mlp(*SIZES)
+    groups = [{"params": model[0].parameters(), "lr": 0.0}, {"params": model[2].parameters()}]
+    rule = qd.Riemannian(model, qd.Categorical(), lr=0.05, step="auto", params=groups)
+    report = rule.auto
+    assert report is not None
+    for step in range(auto.AT_FIRST + 1):
+        train(rule, *samples(step % 3))
+    assert report.stride == 2 and report.parts == [0.0, 1.0]
+    for group in rule.param_groups:
+        group["lr"] *= 0.3
+    train(rule, *samples(0))
+    assert report.stride == 3  # all of them smaller is no other proportion
+    rule.param_groups[0]["lr"] = 0.015
+    train(rule, *samples(0))
+    assert report.stride == 1 and report.parts == [1.0, 1.0]
+
+
+def test_parameters_of_low_precision_go_back_where_they_were() -> None:
+    model = mlp(*SIZES).bfloat16()
+    rule = qd.Riemannian(model, qd.Categorical(), lr=0.01, step="auto")
+    x, t = samples(0)
+    x = x.bfloat16()
+    for _ in range(auto.AT_FIRST):
+        train(rule, x, t)
+    report = rule.auto
+    assert report is not None and report.stride == 1
+    start = [before_way(p, u) for p, u in zip(model.parameters(), way(rule))]
+    while report.stride < 4:
+        train(rule, x, t)
+    assert report.retreats == 0
+    back = [before_way(p, u) for p, u in zip(model.parameters(), way(rule))]
+    for p, q in zip(start, back):
+        assert torch.equal(p, q)
+
+
+def test_a_layer_that_was_frozen_stays_when_the_others_go_back() -> None:
+    rule, report = started()
+    model = rule.model
+    assert isinstance(model, nn.Sequential)
+    with torch.no_grad():
+        far = torch.linspace(-1e3, 1e3, 24, dtype=torch.float64).view(3, 8)
+        model[2].weight.add_(far)
+        rule.state[model[2].weight]["update"].add_(far)
+    model[0].requires_grad_(False)
+    frozen, pushed = model[0].weight.clone(), model[2].weight.detach().clone()
+    train(rule, *samples(0))
+    assert report.retreats == 1 and torch.equal(model[0].weight, frozen)
+    assert (model[2].weight.detach() - pushed).abs().max() > 900
+
+
+def test_a_minibatch_of_which_only_the_gradient_is_bad_judges_nothing() -> None:
+    rule, report = started(step_every=1)
+    x, t = samples(0)
+    before = copy.deepcopy(report)
+    for _ in range(3):
+        rule.zero_grad()
+        assert rule.criterion is not None
+        rule.criterion(rule.model(x), t).backward()
+        next(rule.model.parameters()).grad.fill_(torch.nan)  # type: ignore[union-attr]
+        with pytest.warns(RuntimeWarning, match="skipped"):
+            rule.step()
+    assert (report.trend, report.damping) == (before.trend, before.damping)
+    assert (report.stride, report.steps) == (before.stride, before.steps)
+
+
+def test_a_loss_that_is_divided_in_place_counts_as_it_was() -> None:
+    rule, _ = started()
+    x, t = samples(0)
+    rule.zero_grad()
+    assert rule.criterion is not None and rule._model is not None
+    loss = rule.criterion(rule.model(x), t)
+    expected = float(loss.detach()) / 4
+    loss /= 4
+    loss.backward()
+    assert rule._model.replay.loss() == pytest.approx(expected)
+    rule.step()
+
+
+def test_a_state_of_another_precision() -> None:
+    rule, _ = started()
+    model = copy.deepcopy(rule.model).float()
+    twin = qd.Riemannian(model, qd.Categorical(), lr=0.05, step="auto")
+    twin.load_state_dict(copy.deepcopy(rule.state_dict()))
+    for seed in range(6):
+        x, t = samples(seed % 3)
+        train(twin, x.float(), t)
+    assert all(p.isfinite().all() for p in model.parameters())
+    assert twin.auto is not None and twin.auto.steps == auto.AT_FIRST + 6
