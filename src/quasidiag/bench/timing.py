@@ -92,7 +92,8 @@ def interleaved(
 
 def _repeat(name: str, ms: float, repeat: int) -> int:
     """Calls a turn: fewer of slow ones, unless what they do comes round only every so many steps."""
-    return repeat if "every" in name else max(1, min(repeat, round(TURN / ms)))
+    comes_round = "every" in name or "auto" in name
+    return repeat if comes_round else max(1, min(repeat, round(TURN / ms)))
 
 
 class Others:
