@@ -74,7 +74,7 @@ class Diagnostics:
             for key in ("condition", "dead", "floored", "length")
         }
         if self.step is not None:
-            numbers = {key: v for key, v in vars(self.step).items() if not isinstance(v, dict)}
+            numbers = {key: v for key, v in vars(self.step).items() if isinstance(v, int | float)}
             found |= {f"step/{key}": float(v) for key, v in numbers.items()}
         return {key: value for key, value in found.items() if not math.isnan(value)}
 
