@@ -14,6 +14,7 @@ from quasidiag.orthogonal import (
     MARGIN,
     QUINTICS,
     WIDE,
+    Kind,
     _rooms,
     by_gram,
     factor,
@@ -207,7 +208,21 @@ def test_small_layers_in_one_batch() -> None:
 
 def test_no_batch_is_mostly_zeros() -> None:
     us = [matrix(8, 9) for _ in range(6)] + [matrix(1, 400), matrix(60, 50)]
-    rooms = _rooms(us)
+    rooms = _rooms(tuple(map(Kind.of, us)))
     assert sorted(i for room in rooms for i in room) == [*range(8)] and [*range(6)] in rooms
     for found, u in zip(factors(us), us, strict=True):
         torch.testing.assert_close(found, factor(u), rtol=1e-9, atol=1e-12)
+
+
+def test_without_foreach_layers_are_taken_one_by_one() -> None:
+    x, t = batch("categorical", 40, 5, 3)
+    found = []
+    for foreach in (None, False):
+        model, loss = mlp(5, 6, 3), qd.Categorical()
+        optimizer = qd.Riemannian(model, loss, foreach=foreach)
+        for _ in range(3):
+            optimizer.zero_grad()
+            loss(model(x), t).backward()
+            optimizer.step()
+        found.append([p.detach() for p in model.parameters()])
+    torch.testing.assert_close(found[0], found[1], rtol=1e-8, atol=1e-10)

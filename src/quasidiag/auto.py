@@ -46,6 +46,14 @@ NOWHERE = 1e-24
 LONGEST, ROUNDS = 10.0, 3
 
 
+def metric_due(optimizer: Riemannian) -> bool:
+    """Whether the next step's turn is to update the metric. A retreat is no step, and uses up no turn."""
+    if optimizer.auto is None:
+        return optimizer.steps % optimizer.metric_every == 0
+    steps = optimizer.auto.steps
+    return steps < AT_FIRST or steps % optimizer.metric_every == 0
+
+
 class Turn(NamedTuple):
     """What a step does besides moving."""
 
@@ -80,7 +88,8 @@ def _alike(optimizer: Riemannian, report: Report) -> bool:
 def _parts(optimizer: Riemannian) -> list[float]:
     """The factor of each group, relative to the largest."""
     factors = [float(group["lr"]) for group in optimizer.param_groups]
-    return [factor / (max(factors) or 1.0) for factor in factors]
+    largest = max(factors)
+    return [factor / largest if largest else 1.0 for factor in factors]
 
 
 def retreat_(optimizer: Riemannian, model: QuadraticModel) -> bool:
@@ -116,7 +125,8 @@ def propose(optimizer: Riemannian, gradient: Direction) -> dict[Tensor, Tensor]:
             else:
                 d = _solved(optimizer, block, given, whole)
                 direction |= {p: w for p, w in zip(block.parameters, d) if p in gradient}
-    found = orthogonal.steps([*matrices], optimizer.state, [*matrices.values()])
+    batch = optimizer.foreach is not False
+    found = orthogonal.steps([*matrices], optimizer.state, [*matrices.values()], batch)
     for block, d in zip(matrices, found):
         direction |= dict(zip(block.parameters, d))
     assert optimizer.criterion is not None
@@ -176,18 +186,18 @@ def _average_(state: dict[str, Any], g: Tensor) -> Tensor:
 
 def descend_(optimizer: Riemannian, model: QuadraticModel, measures: bool) -> None:
     r""":math:`θ ← θ - α d + μ δ_-`. A group's ``lr`` multiplies the whole step of its parameters."""
-    report = model.report
-    factors = {p: float(group["lr"]) for p, group in optimizer._group.items()}
-    largest = max(factors.values())
-    factor = largest * min(1.0, FIRST + (1 - FIRST) * report.steps / WARM_UP)
+    report, parts = model.report, _parts(optimizer)
+    factor = max(float(group["lr"]) for group in optimizer.param_groups)
+    factor *= min(1.0, FIRST + (1 - FIRST) * report.steps / WARM_UP)
     gradient: Direction = {
         p: optimizer._gradient(p) for p in optimizer._group if p.grad is not None
     }
     direction = propose(optimizer, gradient)
     # The directions of a group with a smaller factor are that much shorter.
-    smaller = {p: factors[p] / largest for p in direction if factors[p] != largest}
-    for p, part in smaller.items():
-        direction[p].mul_(part)
+    groups = zip(optimizer.param_groups, parts)
+    smaller = {p: part for group, part in groups if part != 1 for p in group["params"]}
+    for p in direction.keys() & smaller.keys():
+        direction[p].mul_(smaller[p])
     others = set(optimizer._others)
     new = {
         "new": {p: u for p, u in direction.items() if p not in others},
@@ -198,11 +208,9 @@ def descend_(optimizer: Riemannian, model: QuadraticModel, measures: bool) -> No
         last = _last(optimizer)
         for p in last:
             del optimizer.state[p]["update"]
-        last = {
-            p: last[p] * smaller[p] if p in smaller else last[p] for p in last if p in direction
-        }
+        last = {p: u * smaller[p] if p in smaller else u for p, u in last.items() if p in direction}
         best = _measure(optimizer, model, gradient, new | ({"last": last} if last else {}), factor)
-        report.mu, report.stride, report.parts = best.pop("last", 0.0), 0, _parts(optimizer)
+        report.mu, report.stride, report.parts = best.pop("last", 0.0), 0, parts
     else:
         best = dict(zip(new, model.again(gradient, new, factor, _ranks(optimizer))))
         last, report.mu = {}, 0.0

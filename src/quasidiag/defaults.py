@@ -21,6 +21,10 @@ class Defaults(NamedTuple):
     step_every: int
     safeguard: tuple[float, float, float] | None
 
+    def but(self, **given: Any) -> Defaults:
+        """With what was given in their place."""
+        return self._replace(**{name: value for name, value in given.items() if value is not None})
+
 
 #: Of each unit's mean variance, of its layer's, and of the layer's mean ``m00`` (``reductions.safeguarded``).
 SAFEGUARD = (0.1, 0.01, 0.1)

@@ -133,51 +133,49 @@ class Riemannian(Saved):
         validate.model(model)
         step = step or ("auto" if lr is None else "fixed")
         validate.one_of("step", step, DEFAULTS)
-        preset = DEFAULTS[step]
-        lr = preset.lr if lr is None else lr
-        metric = preset.metric if metric is None else metric
-        gamma = preset.gamma if gamma is None else gamma
-        eps = preset.eps if eps is None else eps
-        metric_start = preset.metric_start if metric_start is None else metric_start
-        metric_every = preset.metric_every if metric_every is None else metric_every
-        step_fraction = preset.step_fraction if step_fraction is None else step_fraction
-        step_every = preset.step_every if step_every is None else step_every
-        validate.options(
+        chosen = DEFAULTS[step].but(
+            lr=lr,
             metric=metric,
+            orthogonal=orthogonal,
+            gamma=gamma,
+            eps=eps,
+            metric_start=metric_start,
+            metric_every=metric_every,
+            step_fraction=step_fraction,
+            step_every=step_every,
+        )
+        validate.options(
             reduction=reduction,
             sharing=sharing,
             loss_reduction=loss_reduction,
             nonfinite=nonfinite,
             samples=samples,
-            metric_every=metric_every,
-            metric_start=metric_start,
             metric_fraction=metric_fraction,
-            step_fraction=step_fraction,
-            step_every=step_every,
+            **chosen._asdict(),
         )
         validate.one_of("foreach", foreach, (None, True, False))
         if step == "auto":
             validate.auto(model, criterion, capturable)
         elif orthogonal:
             raise ValueError("orthogonal directions have no length: only step='auto' has them")
-        validate.criterion(criterion, metric, loss_reduction)
+        validate.criterion(criterion, chosen.metric, loss_reduction)
         self.auto = Report() if step == "auto" else None
         self.safeguard = (
-            preset.safeguard if safeguard == "default" else validate.safeguard(safeguard)
+            chosen.safeguard if safeguard == "default" else validate.safeguard(safeguard)
         )
-        self.orthogonal = preset.orthogonal if orthogonal is None else orthogonal
-        self.step_fraction, self.step_every = step_fraction, step_every
-        self.model, self.criterion = model, criterion
-        self.metric, self.reduction, self.metric_start = metric, reduction, metric_start
-        self.metric_every, self.nonfinite, self.capturable = metric_every, nonfinite, capturable
+        self.metric, self.orthogonal = chosen.metric, chosen.orthogonal
+        self.metric_start, self.metric_every = chosen.metric_start, chosen.metric_every
+        self.step_fraction, self.step_every = chosen.step_fraction, chosen.step_every
+        self.model, self.criterion, self.reduction = model, criterion, reduction
+        self.nonfinite, self.capturable = nonfinite, capturable
         self.samples, self.metric_fraction, self.seed = samples, metric_fraction, seed
         self.sharing, self.foreach = sharing, foreach
         self.loss_reduction, self.loss_scale = loss_reduction, loss_scale
         self.process_group, self.steps, self.whole = process_group, 0, params is None
         defaults = dict(
-            lr=lr,
-            gamma=gamma,
-            eps=eps,
+            lr=chosen.lr,
+            gamma=chosen.gamma,
+            eps=chosen.eps,
             floor=floor,
             momentum=momentum,
             weight_decay=weight_decay,
@@ -498,7 +496,5 @@ class Riemannian(Saved):
     def _count(self, steps: int) -> None:
         # In the param group too, because torch.distributed.checkpoint saves nothing else.
         self.steps = self.param_groups[0]["steps"] = steps
-        taken = steps if self.auto is None else self.auto.steps  # a retreat is no step
-        early = self.auto is not None and taken < auto.AT_FIRST
-        self._collector.schedule(taken % self.metric_every == 0 or early or bool(self._late))
+        self._collector.schedule(auto.metric_due(self) or bool(self._late))
         self._collector.next_step(steps)

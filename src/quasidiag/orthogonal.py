@@ -12,14 +12,17 @@ embeddings, sparse layers) are brought to the same length.
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Sequence
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 from torch.nn import functional as F
 
 from quasidiag.blocks import DiagonalBlock, State
+from quasidiag.together import SMALL
 
 #: Of the quintics :math:`a x + b x^3 + c x^5` that bring singular values to one, in turn: each is the best for the
 #: interval that the last one leaves, and the first for 0.005 to 1 (Amsel et al. 2025, *The Polar Express*).
@@ -34,9 +37,7 @@ MARGIN = 1.01
 #: So many units of a wide layer are made orthogonal to each other; more would cost more, and bring little. Wide is a
 #: layer with more units and inputs than that by a quarter.
 GROUP, WIDE = 256, 320
-#: Layers of up to so many numbers are batched: their time goes into calls.
-SMALL = 4_096
-#: And with so many times as many zeros as numbers at most.
+#: Small layers are batched with so many times as many zeros as numbers at most.
 WASTE = 4
 #: A unit of a wide layer whose step is shorter than this, where one is usual, keeps what it has of it.
 FADED = 1e-3
@@ -109,15 +110,33 @@ def factor(u: Tensor) -> Tensor:
     return orthogonal / lengths.clamp_min(FADED)
 
 
+class Kind(NamedTuple):
+    """A matrix as far as batches are concerned: its sides, and where its numbers live."""
+
+    shorter: int
+    longer: int
+    dtype: torch.dtype
+    device: torch.device
+
+    @classmethod
+    def of(cls, u: Tensor) -> Kind:
+        return cls(min(u.shape), max(u.shape), u.dtype, u.device)
+
+    @property
+    def size(self) -> int:
+        return self.shorter * self.longer
+
+
 def factors(us: Sequence[Tensor]) -> list[Tensor]:
     """:func:`factor` of each; small ones in one batch, with zeros around them, which stay zeros."""
     found: dict[int, Tensor] = {}
-    for batch in _rooms(us):
+    for batch in _rooms(tuple(map(Kind.of, us))):
         if len(batch) == 1:
             found[batch[0]] = factor(us[batch[0]])
             continue
         flat = [us[i].mT if us[i].shape[0] > us[i].shape[1] else us[i] for i in batch]
-        room = flat[0].new_zeros(len(batch), *_sides(us, batch))
+        rows, columns = (max(x.shape[d] for x in flat) for d in (0, 1))
+        room = flat[0].new_zeros(len(batch), rows, columns)
         for k, x in enumerate(flat):
             room[k, : x.shape[0], : x.shape[1]] = x
         for i, x, o in zip(batch, flat, _polar(room)):
@@ -126,24 +145,20 @@ def factors(us: Sequence[Tensor]) -> list[Tensor]:
     return [found[i] for i in range(len(us))]
 
 
-def _rooms(us: Sequence[Tensor]) -> list[list[int]]:
+@functools.cache  # the same layers ask at every step
+def _rooms(kinds: tuple[Kind, ...]) -> list[list[int]]:
     """Which of them go together: small ones of similar shapes, so that most of a batch is not zeros."""
     rooms: list[list[int]] = []
-    for i in sorted(range(len(us)), key=lambda i: (min(us[i].shape), max(us[i].shape))):
-        u, last = us[i], rooms[-1] if rooms else []
-        rows, columns = _sides(us, [*last, i])
-        filled = sum(us[k].numel() for k in [*last, i])
-        like = last and (us[last[0]].dtype, us[last[0]].device) == (u.dtype, u.device)
-        if like and u.numel() <= SMALL and (len(last) + 1) * rows * columns <= WASTE * filled:
-            last.append(i)
+    for i in sorted(range(len(kinds)), key=lambda i: kinds[i][:2]):
+        room = [*(rooms[-1] if rooms else []), i]
+        rows, columns = (max(sides) for sides in zip(*(kinds[k][:2] for k in room)))
+        full = len(room) * rows * columns <= WASTE * sum(kinds[k].size for k in room)
+        alike = len({kinds[k][2:] for k in room}) == 1
+        if len(room) > 1 and alike and full and kinds[i].size <= SMALL:
+            rooms[-1] = room
         else:
             rooms.append([i])
     return rooms
-
-
-def _sides(us: Sequence[Tensor], batch: Sequence[int]) -> tuple[int, int]:
-    """Of a room that all of these fit into, the shorter one first."""
-    return max(min(us[i].shape) for i in batch), max(max(us[i].shape) for i in batch)
 
 
 def _polar(matrices: Tensor) -> Tensor:
@@ -156,12 +171,16 @@ def _length(u: Tensor) -> float:
 
 
 def steps(
-    blocks: Sequence[DiagonalBlock], state: State, gradients: Sequence[list[Tensor]]
+    blocks: Sequence[DiagonalBlock],
+    state: State,
+    gradients: Sequence[list[Tensor]],
+    batch: bool = True,
 ) -> list[list[Tensor]]:
     r"""The steps :math:`A^{-1} P Q^⊤` of layers whose gradients have the coordinates :math:`P Σ Q^⊤`."""
     roots = [block.root(state) for block in blocks]
     us = [r.gradient(b.rows_of(v)) for b, r, v in zip(blocks, roots, gradients)]
-    return [b.like(r.step(u)) for b, r, u in zip(blocks, roots, factors(us))]
+    found = factors(us) if batch else [factor(u) for u in us]
+    return [b.like(r.step(u)) for b, r, u in zip(blocks, roots, found)]
 
 
 def of_length(step: Sequence[Tensor], gradients: Sequence[Tensor], units: int) -> list[Tensor]:

@@ -69,7 +69,7 @@ class Report:
         spread: their variance.
         losses: how many there were.
         steady: whether the next step may be like the last one measured.
-        coefficients: of that one, at a factor of 1, by the names of the new directions.
+        coefficients: of that one, at a factor of 1, by the names of the directions.
         slopes: of the loss along these.
         parts: the groups' factors then, relative to the largest.
         forms: the averages of :math:`u^⊤Fv / \sqrt{u^⊤Mu\; v^⊤Mv}`, by the names of the directions.
