@@ -1,16 +1,17 @@
-r"""The step without a learning rate: length and momentum from the exact quadratic model.
+r"""The step without a learning rate: its length from the exact quadratic model.
 
 With a direction :math:`d`, the averaged gradient with its strengths equalised in the coordinates of the metric
-(:mod:`quasidiag.orthogonal`), and the last update :math:`δ_-`, the step is :math:`δ = -α d + μ δ_-` with the
-:math:`(α, μ)` that minimise the quadratic model of the loss (:mod:`quasidiag.quadratic`). All of its numbers are geometric,
-so the step depends on how inputs and activities are encoded no more than :math:`d` does.
+(:mod:`quasidiag.orthogonal`), the step is :math:`δ = -α d` with the :math:`α` that minimises the quadratic model of the loss
+(:mod:`quasidiag.quadratic`). All of its numbers are geometric, so the step depends on how inputs and activities are encoded
+no more than :math:`d` does. The average reaches back over a part of the training so far: what is far away is approached
+slowly, and noise has to be waited out.
 
 The model is measured, and the way since the last time judged, in each of the first steps and then in every few. In between
-a step follows its own :math:`d` with the same :math:`α`, or less where the slope is smaller: :math:`δ_-` is all of the way
-since. A minibatch whose loss is a surprise is measured at once.
+a step follows its own :math:`d` with the same :math:`α`, or less where the slope is smaller. A minibatch whose loss is a
+surprise is measured at once.
 
 Parameters outside of every block have no metric, only a diagonal rule of another scale: they make a direction of their
-own, with a third coefficient.
+own, with a second coefficient.
 """
 
 from __future__ import annotations
@@ -32,15 +33,15 @@ from quasidiag.sums import dtype_of
 if TYPE_CHECKING:
     from quasidiag.optimizer import Riemannian
 
-#: How much of the gradient's average survives a step.
-AVERAGING = 0.8
+#: The gradient is averaged over the last one in so many of all steps so far, within these bounds.
+PART, FEWEST, MOST = 50, 5.0, 30.0
+#: The direction is found anew so often while the average changes: in every step at first, in every third in the end.
+RENEWALS = 10
 #: Metric and model are measured in each of the first steps, while the network changes quickly.
 AT_FIRST = 4
 #: The first step is so much shorter, and so many later none is: long first steps lead to where the loss is sharply
 #: curved, and all that follow must be short.
 FIRST, WARM_UP = 0.2, 40
-#: A way shorter than this part of the new direction, in squares, is none, and no direction to go on in.
-NOWHERE = 1e-24
 #: No layer moves by more than so many times its own weights: what little it has to say may be far from linear. Directions
 #: are shortened and measured anew so often. As this depends on the encoding, it is one of the safeguards.
 LONGEST, ROUNDS = 10.0, 3
@@ -82,7 +83,7 @@ def _alike(optimizer: Riemannian, report: Report) -> bool:
     moving = {p for p in optimizer._group if p.grad is not None}
     parts = _parts(optimizer)
     close = len(parts) == len(report.parts) and all(map(math.isclose, parts, report.parts))
-    return close and moving == _last(optimizer).keys()
+    return close and moving == _way(optimizer).keys()
 
 
 def _parts(optimizer: Riemannian) -> list[float]:
@@ -94,7 +95,7 @@ def _parts(optimizer: Riemannian) -> list[float]:
 
 def retreat_(optimizer: Riemannian, model: QuadraticModel) -> bool:
     """Take the way since the last measurement back if it did harm. This minibatch's gradient is then of no use."""
-    update, report = _last(optimizer), model.report
+    update, report = _way(optimizer), model.report
     if not update or not model.judge(update, _ranks(optimizer)):
         return False
     for p, u in update.items():
@@ -106,11 +107,30 @@ def retreat_(optimizer: Riemannian, model: QuadraticModel) -> bool:
     return True
 
 
+def reach(steps: int) -> float:
+    """Over about how many gradients the average goes, after so many steps."""
+    return min(max(steps / PART, FEWEST), MOST)
+
+
+def average_(optimizer: Riemannian, gradient: Direction) -> None:
+    """Take this gradient into the average, whose scale, short at first, does not matter."""
+    assert optimizer.auto is not None
+    others, new = set(optimizer._others), 1 / reach(optimizer.auto.steps)
+    for p, g in gradient.items():
+        state = optimizer.state[p]
+        if p not in others and "average" not in state:
+            state["average"] = new * g
+        elif p not in others:
+            state["average"].lerp_(g.to(state["average"].dtype), new)
+
+
 def propose(optimizer: Riemannian, gradient: Direction) -> dict[Tensor, Tensor]:
-    """The new direction *d*, from the averaged gradient."""
-    others = set(optimizer._others)
-    averaged = {p: _average_(optimizer.state[p], g) for p, g in gradient.items() if p not in others}
-    direction: dict[Tensor, Tensor] = {}
+    """The new direction *d*, from the average and once more this gradient (Nesterov)."""
+    assert optimizer.auto is not None
+    others, new = set(optimizer._others), 1 / reach(optimizer.auto.steps)
+    averages = {p: optimizer.state[p]["average"] for p in gradient if p not in others}
+    averaged = {p: a.lerp(gradient[p].to(a.dtype), new) for p, a in averages.items()}
+    found: dict[Tensor, Tensor] = {}
     matrices: dict[DiagonalBlock, list[Tensor]] = {}
     for block in optimizer._blocks:
         if optimizer._known(block) and any(p in gradient for p in block.parameters):
@@ -124,16 +144,16 @@ def propose(optimizer: Riemannian, gradient: Direction) -> dict[Tensor, Tensor]:
                 matrices[block] = given
             else:
                 d = _solved(optimizer, block, given, whole)
-                direction |= {p: w for p, w in zip(block.parameters, d) if p in gradient}
+                found |= {p: w for p, w in zip(block.parameters, d) if p in gradient}
     batch = optimizer.foreach is not False
-    found = orthogonal.steps([*matrices], optimizer.state, [*matrices.values()], batch)
-    for block, d in zip(matrices, found):
-        direction |= dict(zip(block.parameters, d))
+    steps = orthogonal.steps([*matrices], optimizer.state, [*matrices.values()], batch)
+    for block, d in zip(matrices, steps):
+        found |= dict(zip(block.parameters, d))
     assert optimizer.criterion is not None
     for p, fisher in optimizer.criterion.parameter_fisher().items():
         if p in gradient:
-            direction[p] = averaged[p] / fisher
-    return direction | dict(together.others(optimizer))
+            found[p] = averaged[p] / fisher
+    return found
 
 
 def _solved(
@@ -176,52 +196,54 @@ def _diagonal(optimizer: Riemannian) -> dict[Tensor, Tensor]:
     return found
 
 
-def _average_(state: dict[str, Any], g: Tensor) -> Tensor:
-    """The average with this gradient, and once more with it (Nesterov). Its scale, short at first, does not matter."""
-    average = state.setdefault("average", torch.zeros_like(g))
-    g = g.to(average.dtype)
-    average.lerp_(g, 1 - AVERAGING)
-    return average.lerp(g, 1 - AVERAGING)
+def direction(optimizer: Riemannian, gradient: Direction, measures: bool) -> dict[Tensor, Tensor]:
+    """*d*, or the last one once more: it is found anew the less often, the slower the average changes."""
+    assert optimizer.auto is not None
+    average_(optimizer, gradient)
+    state, every = optimizer.state, int(reach(optimizer.auto.steps) / RENEWALS)
+    if not measures and every > 1 and optimizer.auto.stride % every:
+        kept = {p: state[p]["direction"] for p in gradient if "direction" in state[p]}
+        if kept:
+            return kept
+    found = propose(optimizer, gradient)
+    _shorten_(optimizer, found)
+    for p, u in found.items() if every > 1 else ():
+        state[p]["direction"] = u
+    return found
+
+
+def _shorten_(optimizer: Riemannian, u: dict[Tensor, Tensor]) -> None:
+    """The directions of a group with a smaller factor are that much shorter."""
+    for group, part in zip(optimizer.param_groups, _parts(optimizer)):
+        for p in group["params"] if part != 1 else ():
+            if p in u:
+                u[p].mul_(part)
 
 
 def descend_(optimizer: Riemannian, model: QuadraticModel, measures: bool) -> None:
-    r""":math:`θ ← θ - α d + μ δ_-`. A group's ``lr`` multiplies the whole step of its parameters."""
-    report, parts = model.report, _parts(optimizer)
+    r""":math:`θ ← θ - α d`. A group's ``lr`` multiplies the whole step of its parameters."""
+    report = model.report
     factor = max(float(group["lr"]) for group in optimizer.param_groups)
     factor *= min(1.0, FIRST + (1 - FIRST) * report.steps / WARM_UP)
     gradient: Direction = {
         p: optimizer._gradient(p) for p in optimizer._group if p.grad is not None
     }
-    direction = propose(optimizer, gradient)
-    # The directions of a group with a smaller factor are that much shorter.
-    groups = zip(optimizer.param_groups, parts)
-    smaller = {p: part for group, part in groups if part != 1 for p in group["params"]}
-    for p in direction.keys() & smaller.keys():
-        direction[p].mul_(smaller[p])
-    others = set(optimizer._others)
-    new = {
-        "new": {p: u for p, u in direction.items() if p not in others},
-        "other": {p: u for p, u in direction.items() if p in others},
-    }
-    new = {name: u for name, u in new.items() if u}
+    other: dict[Tensor, Tensor] = dict(together.others(optimizer))
+    _shorten_(optimizer, other)
+    named = {"new": direction(optimizer, gradient, measures), "other": other}
+    named = {name: u for name, u in named.items() if u}
     if measures:
-        last = _last(optimizer)
-        for p in last:
+        for p in _way(optimizer):
             del optimizer.state[p]["update"]
-        last = {p: u * smaller[p] if p in smaller else u for p, u in last.items() if p in direction}
-        best = _measure(optimizer, model, gradient, new | ({"last": last} if last else {}), factor)
-        report.mu, report.stride, report.parts = best.pop("last", 0.0), 0, parts
+        best = _measure(optimizer, model, gradient, named, factor)
+        report.stride, report.parts = 0, _parts(optimizer)
     else:
-        best = dict(zip(new, model.again(gradient, new, factor, _ranks(optimizer))))
-        last, report.mu = {}, 0.0
-    if not direction:
+        best = dict(zip(named, model.again(gradient, named, factor, _ranks(optimizer))))
+    if not named:
         return  # all that has a gradient waits for its metric
-    for name, u in new.items() if any(best.values()) else ():
+    for name, u in named.items() if any(best.values()) else ():
         for p, w in u.items():
-            w.mul_(best[name])
-            if report.mu and p in last:
-                w.add_(last[p], alpha=report.mu)
-            moved, way = _move_(p, w), optimizer.state[p].get("update")
+            moved, way = _move_(p, w * best[name]), optimizer.state[p].get("update")
             optimizer.state[p]["update"] = moved if way is None else way.add_(moved)
     report.alpha, report.other = -best.get("new", 0.0), -best.get("other", 0.0)
     report.factor = factor
@@ -251,9 +273,6 @@ def _measure(
     for left in reversed(range(ROUNDS)):
         vars(report).update(vars(before))
         metric = lengths(optimizer, [*named.values()])
-        if "last" in named and not metric[-1, -1] > NOWHERE * metric.diagonal().max():
-            del named["last"]
-            metric = metric[:-1, :-1]
         best = model.coefficients(gradient, named, metric, whole, ranks)
         excess = _excess(optimizer, [*named.values()], best, ranks) if optimizer.safeguard else {}
         if not excess or not left:
@@ -262,7 +281,7 @@ def _measure(
             for p in u.keys() & excess.keys():
                 u[p] = u[p] / excess[p]
         whole = factor if left > 1 else factor / max(excess.values())
-    down = (report.slopes[name] > 0 > report.coefficients[name] for name in named if name != "last")
+    down = (report.slopes[name] > 0 > report.coefficients[name] for name in named)
     report.steady = all(down) and left == ROUNDS - 1
     return dict(zip(named, best))
 
@@ -291,7 +310,7 @@ def _size(tensors: Sequence[Tensor]) -> Tensor:
     return torch.stack([torch.linalg.vector_norm(x).double() for x in tensors]).norm()
 
 
-def _last(optimizer: Riemannian) -> dict[Tensor, Tensor]:
+def _way(optimizer: Riemannian) -> dict[Tensor, Tensor]:
     """The way since the model was last measured."""
     state = optimizer.state
     return {p: state[p]["update"] for p in optimizer._group if "update" in state[p]}

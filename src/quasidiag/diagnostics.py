@@ -109,7 +109,7 @@ class Diagnostics:
         if self.step is not None:
             s = self.step
             lines.append(
-                f"step {s.steps}: alpha {s.alpha:.3g}, mu {s.mu:.3g}, damping {s.damping:.3g}, predicted {s.predicted:.3g}, "
+                f"step {s.steps}: alpha {s.alpha:.3g}, damping {s.damping:.3g}, predicted {s.predicted:.3g}, "
                 f"actual {s.actual:.3g} (ratio {s.ratio:.2f} when last looked at), length {s.length:.3g}"
             )
         return "\n".join(lines)

@@ -47,7 +47,7 @@ class Riemannian(Saved):
         criterion: an output model (:mod:`quasidiag.outputs`). The outer product metric needs none, and then takes any
             loss that is a mean (or sum, see ``loss_reduction``) over the batch.
         lr: the step size :math:`η`, a number or a tensor. Without one the step is ``"auto"``.
-        step: ``"fixed"``, or ``"auto"``: length and momentum come from the exact quadratic model of the loss
+        step: ``"fixed"``, or ``"auto"``: the length comes from the exact quadratic model of the loss
             (:mod:`quasidiag.auto`), nothing needs tuning, and ``lr`` is a factor of 1 that schedulers may lower.
         metric: ``"outer-product"``, ``"monte-carlo"``, ``"exact"`` or ``"backpropagated"``; the first by default, the
             second with ``step="auto"``.

@@ -48,7 +48,6 @@ class Report:
 
     Attributes:
         alpha: :math:`α`, the last step's length along the new direction.
-        mu: :math:`μ`, its momentum.
         other: its length along the direction of the parameters that are in no block.
         damping: :math:`λ`.
         predicted: the change of the loss that the model expected of the last step that it was measured for.
@@ -76,7 +75,6 @@ class Report:
     """
 
     alpha: float = 0.0
-    mu: float = 0.0
     other: float = 0.0
     damping: float = 0.0
     predicted: float = 0.0

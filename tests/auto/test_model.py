@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import itertools
 import math
 from typing import Any
 
@@ -13,7 +12,7 @@ from torch import Tensor, nn
 
 import quasidiag as qd
 from nets import OUTPUTS, STD, batch, criterion, linear_layers, mlp
-from quasidiag.auto import AVERAGING
+from quasidiag.auto import reach
 from quasidiag.quadratic import DECAY, FORMS, RISE, SHORTEST, minimiser
 from quasidiag.reductions import safeguarded
 from quasidiag.reference import completion
@@ -73,10 +72,9 @@ def test_coefficients_minimise_the_dense_quadratic_model(
         model, loss, metric=metric, metric_every=1, safeguard=safeguard, orthogonal=False
     )
     assert optimizer.auto is not None
-    previous, average = None, torch.zeros(())
-    forms: dict[tuple[int, int], Tensor] = {}
+    average, form = torch.zeros(()), 0.0
     for step in range(4):
-        keep = FORMS if step > 1 else 0.0
+        keep, new = FORMS if step else 0.0, 1 / reach(step)
         x, t = batch(output, 40, SIZES[0], SIZES[-1])
         fisher = dense_fisher(output, model, x)
         before = flat(model.parameters())
@@ -86,25 +84,16 @@ def test_coefficients_minimise_the_dense_quadratic_model(
         taken = flat(model.parameters()) - before
         metric_ = dense_metric(optimizer)
         g = flat(p.grad for p in model.parameters())
-        average = AVERAGING * average + (1 - AVERAGING) * g
-        d = torch.linalg.solve(metric_, AVERAGING * average + (1 - AVERAGING) * g)
-        columns = [d] if previous is None else [d, previous]
-        span = torch.stack(columns, dim=1)
-        damped = span.T @ metric_ @ span
-        report = optimizer.auto
-        curvature, scale = span.T @ fisher @ span, damped.diagonal().sqrt()
-        for i, j in itertools.product(range(len(columns)), repeat=2):
-            new = curvature[i, j] / (scale[i] * scale[j])
-            forms[i, j] = keep * forms.get((i, j), new) + (1 - keep) * new
-            curvature[i, j] = forms[i, j] * scale[i] * scale[j]
-        quadratic = curvature + report.damping * damped
-        best = -torch.linalg.solve(quadratic, span.T @ g)
-        found = torch.tensor([-report.alpha, report.mu][: len(best)], dtype=torch.float64)
-        torch.testing.assert_close(found, best, rtol=1e-3, atol=1e-6)
-        torch.testing.assert_close(taken, span @ found, rtol=1e-6, atol=1e-9)
-        predicted = g @ taken + 0.5 * found @ curvature @ found
+        average = (1 - new) * average + new * g
+        d = torch.linalg.solve(metric_, (1 - new) * average + new * g)
+        report, length = optimizer.auto, d @ metric_ @ d
+        form = keep * form + (1 - keep) * float(d @ fisher @ d / length)
+        best = float(g @ d / (length * (form + report.damping)))
+        assert report.alpha == pytest.approx(best, rel=1e-5)
+        torch.testing.assert_close(taken, -report.alpha * d, rtol=1e-6, atol=1e-9)
+        predicted = g @ taken + 0.5 * report.alpha**2 * form * length
         torch.testing.assert_close(report.predicted, float(predicted), rtol=1e-6, atol=1e-12)
-        length, previous = float(taken @ metric_ @ taken), taken
+        length = float(taken @ metric_ @ taken)
         torch.testing.assert_close(report.length, length, rtol=1e-6, atol=1e-12)
 
 
@@ -255,7 +244,7 @@ def test_learned_deviations_enter_the_model() -> None:
         torch.testing.assert_close(optimizer.auto.predicted, float(predicted))
         optimizer.auto.forms = {}  # no average with those of this step
         if previous is None:
-            averaged = (1 - AVERAGING**2) * g[-3:]
+            averaged = (1 - (1 - 1 / reach(0)) ** 2) * g[-3:]
             expected = -optimizer.auto.alpha * averaged / 2
             torch.testing.assert_close(taken[-3:], expected)
         previous = taken

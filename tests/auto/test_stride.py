@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -41,9 +42,12 @@ def train(rule: qd.Riemannian, x: Tensor, t: Tensor) -> None:
     rule.step()
 
 
-def started(steps: int = auto.AT_FIRST, **options: Any) -> tuple[qd.Riemannian, Report]:
+def started(
+    steps: int = auto.AT_FIRST, model: nn.Module | None = None, **options: Any
+) -> tuple[qd.Riemannian, Report]:
     """A rule that has taken so many steps at a small factor, on samples that resemble each other."""
-    rule = qd.Riemannian(mlp(*SIZES), qd.Categorical(), lr=0.05, step="auto", **options)
+    model = mlp(*SIZES) if model is None else model
+    rule = qd.Riemannian(model, qd.Categorical(), lr=0.05, step="auto", **options)
     for step in range(steps):
         train(rule, *samples(step % 3))
     assert rule.auto is not None and rule.auto.retreats == 0
@@ -69,8 +73,8 @@ def test_the_model_is_measured_every_so_many_steps(every: int) -> None:
     assert strides[: auto.AT_FIRST] == [1] * auto.AT_FIRST
     expected = [1, *[i % every + 1 for i in range(1, 9)]] if every > 1 else [1] * 9
     assert strides[auto.AT_FIRST - 1 :] == expected
-    # With its derivatives along two directions, and once from where the way began.
-    assert {calls for calls, stride in zip(seen[2:], strides[2:]) if stride == 1} == {4}
+    # With its derivatives along the direction, and once from where the way began.
+    assert {calls for calls, stride in zip(seen[2:], strides[2:]) if stride == 1} == {3}
     assert {calls for calls, stride in zip(seen, strides) if stride > 1} <= {1}
 
 
@@ -89,14 +93,65 @@ def test_a_step_in_between_follows_its_own_direction_as_far_as_its_slope_allows(
         twin.criterion(twin.model(x), t).backward()
         with torch.no_grad():
             gradient = {p: twin._gradient(p) for p in twin.model.parameters()}
-            direction = auto.propose(twin, gradient)
+            direction = auto.direction(twin, gradient, measures=False)
         slope = sum(float((gradient[p] * u).sum()) for p, u in direction.items())
         part = min(max(slope / steep["new"], 0.0), 1.0)
         for p, q, old in zip(rule.model.parameters(), twin.model.parameters(), before):
             step = 0.05 * part * measured["new"] * direction[q]
             torch.testing.assert_close(p.detach(), old + step, rtol=1e-9, atol=1e-12)
-        assert report.mu == 0.0 and report.alpha == pytest.approx(-0.05 * part * measured["new"])
+        assert report.alpha == pytest.approx(-0.05 * part * measured["new"])
     assert report.stride > 1
+
+
+def late(**options: Any) -> tuple[qd.Riemannian, Report]:
+    """As after so many steps that the direction is found anew in every second one only."""
+    rule, report = started(**options)
+    report.steps = 2 * auto.RENEWALS * auto.PART
+    while report.stride != 1 or "direction" not in rule.state[next(iter(rule._group))]:
+        train(rule, *samples(report.stride % 3))
+    return rule, report
+
+
+def test_the_average_reaches_back_over_a_part_of_the_training() -> None:
+    assert [auto.reach(steps) for steps in (0, 250, 500, 1500, 10**6)] == [5, 5, 10, 30, 30]
+
+
+def test_late_in_training_every_second_step_goes_on_along_the_same_direction(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    rule, report = late()
+    found: list[int] = []
+
+    def propose(*args: Any) -> dict[Tensor, Tensor]:
+        found.append(report.stride)
+        return original(*args)
+
+    original = auto.propose
+    monkeypatch.setattr(auto, "propose", propose)
+    before = {p: p.detach().clone() for p in rule.model.parameters()}
+    averages = {p: rule.state[p]["average"].clone() for p in before}
+    last = {p: rule.state[p]["direction"].clone() for p in before}
+    train(rule, *samples(1))
+    assert found == [] and report.stride == 2 and report.alpha > 0
+    for p, old in before.items():
+        torch.testing.assert_close(p.detach(), old - report.alpha * last[p])
+        new = 1 / auto.reach(report.steps - 1)
+        expected = (1 - new) * averages[p] + new * p.grad  # type: ignore[operator]
+        torch.testing.assert_close(rule.state[p]["average"], expected)
+    train(rule, *samples(2))
+    assert found == [2] and report.stride == 3
+    assert any(not torch.equal(rule.state[p]["direction"], u) for p, u in last.items())
+
+
+def test_groups_of_different_factors_go_on_in_the_same_proportion() -> None:
+    model = mlp(*SIZES)
+    groups = [{"params": model[0].parameters(), "lr": 0.01}, {"params": model[2].parameters()}]
+    rule, report = late(model=model, params=groups)
+    before = [(p.detach().clone(), rule.state[p]["direction"].clone()) for p in model.parameters()]
+    train(rule, *samples(1))
+    assert report.stride == 2 and report.parts == pytest.approx([0.2, 1.0])
+    for p, (old, u) in zip(model.parameters(), before):
+        torch.testing.assert_close(p.detach(), old - report.alpha * u)
 
 
 def test_the_way_is_the_sum_of_the_steps_and_is_judged_as_a_whole() -> None:
@@ -188,8 +243,9 @@ def test_the_last_minibatch_of_an_epoch_does_not_measure() -> None:
     assert report.stride == 1
 
 
-def test_resumed_on_the_way() -> None:
-    rule, report = started()
+@pytest.mark.parametrize("begin", [started, late])
+def test_resumed_on_the_way(begin: Callable[[], tuple[qd.Riemannian, Report]]) -> None:
+    rule, report = begin()
     while report.stride != 3:
         train(rule, *samples(report.stride % 3))
     twin = qd.Riemannian(copy.deepcopy(rule.model), qd.Categorical(), lr=0.05, step="auto")
@@ -200,18 +256,6 @@ def test_resumed_on_the_way() -> None:
     for p, q in zip(rule.model.parameters(), twin.model.parameters()):
         assert torch.equal(p, q)
     assert vars(report) == vars(twin.auto)
-
-
-def test_a_way_that_leads_nowhere_is_no_direction() -> None:
-    """As after minibatches without a gradient; its coefficient would be beyond all numbers."""
-    rule, report = started(step_every=1)
-    for p in rule.model.parameters():
-        rule.state[p]["update"].mul_(1e-60)
-    before = [p.detach().clone() for p in rule.model.parameters()]
-    train(rule, *samples(0))
-    assert report.mu == 0.0 and report.alpha > 0
-    moved = [(p.detach() - old).abs().max() for p, old in zip(rule.model.parameters(), before)]
-    assert 0 < max(moved) < 1
 
 
 def test_losses_that_were_all_the_same_are_no_measure() -> None:
