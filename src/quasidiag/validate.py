@@ -149,8 +149,8 @@ def auto_group(group: dict[str, Any]) -> None:
     for name in ("momentum", "weight_decay", "maximize"):
         if group[name]:
             raise ValueError(
-                f"step='auto' averages the gradient, takes its length from the quadratic model of the loss, and has no {name} of its "
-                "own: leave it out (a scheduler that cycles momentum takes cycle_momentum=False), or give an lr"
+                f"step='auto' averages gradients, takes its length from the quadratic model of the loss, and has no {name} "
+                "of its own: leave it out (a scheduler that cycles momentum takes cycle_momentum=False), or give an lr"
             )
 
 
