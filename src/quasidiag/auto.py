@@ -35,8 +35,8 @@ if TYPE_CHECKING:
 
 #: The gradient is averaged over the last one in so many of all steps so far, within these bounds.
 PART, FEWEST, MOST = 50, 5.0, 30.0
-#: The direction is found anew so often while the average changes: in every step at first, in every third in the end.
-RENEWALS = 10
+#: Weights that add up to so much are as good as one.
+NEARLY = 0.999
 #: Metric and model are measured in each of the first steps, while the network changes quickly.
 AT_FIRST = 4
 #: The first step is so much shorter, and so many later none is: long first steps lead to where the loss is sharply
@@ -112,24 +112,27 @@ def reach(steps: int) -> float:
     return min(max(steps / PART, FEWEST), MOST)
 
 
-def average_(optimizer: Riemannian, gradient: Direction) -> None:
-    """Take this gradient into the average, whose scale, short at first, does not matter."""
-    assert optimizer.auto is not None
-    others, new = set(optimizer._others), 1 / reach(optimizer.auto.steps)
-    for p, g in gradient.items():
-        state = optimizer.state[p]
-        if p not in others and "average" not in state:
-            state["average"] = new * g
-        elif p not in others:
-            state["average"].lerp_(g.to(state["average"].dtype), new)
+def average_(state: dict[str, Any], g: Tensor, new: float) -> Tensor:
+    """Take a gradient into its average; that, and once more the gradient (Nesterov).
+
+    ``seen`` is what the weights of all gradients so far add up to: less than one at first.
+    """
+    if "average" not in state:
+        state["average"], state["seen"] = torch.zeros_like(g), 0.0
+    average, g = state["average"], g.to(state["average"].dtype)
+    average.lerp_(g, new)
+    seen = state["seen"] = (1 - new) * state.get("seen", 1.0) + new  # older states have none
+    whole = (1 - new) * seen + new
+    return average.lerp(g, new) if whole > NEARLY else average.lerp(g, new).div_(whole)
 
 
 def propose(optimizer: Riemannian, gradient: Direction) -> dict[Tensor, Tensor]:
-    """The new direction *d*, from the average and once more this gradient (Nesterov)."""
+    """The direction *d*, from the averaged gradient."""
     assert optimizer.auto is not None
     others, new = set(optimizer._others), 1 / reach(optimizer.auto.steps)
-    averages = {p: optimizer.state[p]["average"] for p in gradient if p not in others}
-    averaged = {p: a.lerp(gradient[p].to(a.dtype), new) for p, a in averages.items()}
+    averaged = {
+        p: average_(optimizer.state[p], g, new) for p, g in gradient.items() if p not in others
+    }
     found: dict[Tensor, Tensor] = {}
     matrices: dict[DiagonalBlock, list[Tensor]] = {}
     for block in optimizer._blocks:
@@ -146,8 +149,8 @@ def propose(optimizer: Riemannian, gradient: Direction) -> dict[Tensor, Tensor]:
                 d = _solved(optimizer, block, given, whole)
                 found |= {p: w for p, w in zip(block.parameters, d) if p in gradient}
     batch = optimizer.foreach is not False
-    steps = orthogonal.steps([*matrices], optimizer.state, [*matrices.values()], batch)
-    for block, d in zip(matrices, steps):
+    solved = orthogonal.steps([*matrices], optimizer.state, [*matrices.values()], batch)
+    for block, d in zip(matrices, solved):
         found |= dict(zip(block.parameters, d))
     assert optimizer.criterion is not None
     for p, fisher in optimizer.criterion.parameter_fisher().items():
@@ -196,22 +199,6 @@ def _diagonal(optimizer: Riemannian) -> dict[Tensor, Tensor]:
     return found
 
 
-def direction(optimizer: Riemannian, gradient: Direction, measures: bool) -> dict[Tensor, Tensor]:
-    """*d*, or the last one once more: it is found anew the less often, the slower the average changes."""
-    assert optimizer.auto is not None
-    average_(optimizer, gradient)
-    state, every = optimizer.state, int(reach(optimizer.auto.steps) / RENEWALS)
-    if not measures and every > 1 and optimizer.auto.stride % every:
-        kept = {p: state[p]["direction"] for p in gradient if "direction" in state[p]}
-        if kept:
-            return kept
-    found = propose(optimizer, gradient)
-    _shorten_(optimizer, found)
-    for p, u in found.items() if every > 1 else ():
-        state[p]["direction"] = u
-    return found
-
-
 def _shorten_(optimizer: Riemannian, u: dict[Tensor, Tensor]) -> None:
     """The directions of a group with a smaller factor are that much shorter."""
     for group, part in zip(optimizer.param_groups, _parts(optimizer)):
@@ -229,9 +216,10 @@ def descend_(optimizer: Riemannian, model: QuadraticModel, measures: bool) -> No
         p: optimizer._gradient(p) for p in optimizer._group if p.grad is not None
     }
     other: dict[Tensor, Tensor] = dict(together.others(optimizer))
-    _shorten_(optimizer, other)
-    named = {"new": direction(optimizer, gradient, measures), "other": other}
+    named = {"new": propose(optimizer, gradient), "other": other}
     named = {name: u for name, u in named.items() if u}
+    for u in named.values():
+        _shorten_(optimizer, u)
     if measures:
         for p in _way(optimizer):
             del optimizer.state[p]["update"]
@@ -243,7 +231,7 @@ def descend_(optimizer: Riemannian, model: QuadraticModel, measures: bool) -> No
         return  # all that has a gradient waits for its metric
     for name, u in named.items() if any(best.values()) else ():
         for p, w in u.items():
-            moved, way = _move_(p, w * best[name]), optimizer.state[p].get("update")
+            moved, way = _move_(p, w.mul_(best[name])), optimizer.state[p].get("update")
             optimizer.state[p]["update"] = moved if way is None else way.add_(moved)
     report.alpha, report.other = -best.get("new", 0.0), -best.get("other", 0.0)
     report.factor = factor

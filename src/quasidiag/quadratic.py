@@ -35,7 +35,7 @@ BOUNDS = 0.01, 10.0
 SHORTEST = 0.1
 #: What two in a row promised is no outlier's: the usual is taken to be no less than a part of it.
 CHANGE = 10.0
-#: Relative, on the diagonal of the system of the coefficients: the directions may coincide.
+#: Relative, on the diagonal of the system of the coefficients: directions may do the same to the outputs.
 RIDGE = 1e-6
 #: A minibatch's loss is a surprise if it is above the average of the last ones (each new one counts so much) by so many
 #: of their standard deviations.
@@ -47,7 +47,7 @@ class Report:
     r"""What the last steps did.
 
     Attributes:
-        alpha: :math:`α`, the last step's length along the new direction.
+        alpha: :math:`α`, the last step's length along its direction.
         other: its length along the direction of the parameters that are in no block.
         damping: :math:`λ`.
         predicted: the change of the loss that the model expected of the last step that it was measured for.

@@ -72,7 +72,7 @@ def test_coefficients_minimise_the_dense_quadratic_model(
         model, loss, metric=metric, metric_every=1, safeguard=safeguard, orthogonal=False
     )
     assert optimizer.auto is not None
-    average, form = torch.zeros(()), 0.0
+    average, seen, form = torch.zeros(()), 0.0, 0.0
     for step in range(4):
         keep, new = FORMS if step else 0.0, 1 / reach(step)
         x, t = batch(output, 40, SIZES[0], SIZES[-1])
@@ -84,8 +84,9 @@ def test_coefficients_minimise_the_dense_quadratic_model(
         taken = flat(model.parameters()) - before
         metric_ = dense_metric(optimizer)
         g = flat(p.grad for p in model.parameters())
-        average = (1 - new) * average + new * g
-        d = torch.linalg.solve(metric_, (1 - new) * average + new * g)
+        average, seen = (1 - new) * average + new * g, (1 - new) * seen + new
+        whole = (1 - new) * seen + new
+        d = torch.linalg.solve(metric_, (1 - new) * average + new * g) / whole
         report, length = optimizer.auto, d @ metric_ @ d
         form = keep * form + (1 - keep) * float(d @ fisher @ d / length)
         best = float(g @ d / (length * (form + report.damping)))
@@ -244,8 +245,7 @@ def test_learned_deviations_enter_the_model() -> None:
         torch.testing.assert_close(optimizer.auto.predicted, float(predicted))
         optimizer.auto.forms = {}  # no average with those of this step
         if previous is None:
-            averaged = (1 - (1 - 1 / reach(0)) ** 2) * g[-3:]
-            expected = -optimizer.auto.alpha * averaged / 2
+            expected = -optimizer.auto.alpha * g[-3:] / 2
             torch.testing.assert_close(taken[-3:], expected)
         previous = taken
 

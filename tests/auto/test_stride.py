@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -93,7 +92,7 @@ def test_a_step_in_between_follows_its_own_direction_as_far_as_its_slope_allows(
         twin.criterion(twin.model(x), t).backward()
         with torch.no_grad():
             gradient = {p: twin._gradient(p) for p in twin.model.parameters()}
-            direction = auto.direction(twin, gradient, measures=False)
+            direction = auto.propose(twin, gradient)
         slope = sum(float((gradient[p] * u).sum()) for p, u in direction.items())
         part = min(max(slope / steep["new"], 0.0), 1.0)
         for p, q, old in zip(rule.model.parameters(), twin.model.parameters(), before):
@@ -103,55 +102,28 @@ def test_a_step_in_between_follows_its_own_direction_as_far_as_its_slope_allows(
     assert report.stride > 1
 
 
-def late(**options: Any) -> tuple[qd.Riemannian, Report]:
-    """As after so many steps that the direction is found anew in every second one only."""
-    rule, report = started(**options)
-    report.steps = 2 * auto.RENEWALS * auto.PART
-    while report.stride != 1 or "direction" not in rule.state[next(iter(rule._group))]:
-        train(rule, *samples(report.stride % 3))
-    return rule, report
-
-
 def test_the_average_reaches_back_over_a_part_of_the_training() -> None:
     assert [auto.reach(steps) for steps in (0, 250, 500, 1500, 10**6)] == [5, 5, 10, 30, 30]
 
 
-def test_late_in_training_every_second_step_goes_on_along_the_same_direction(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    rule, report = late()
-    found: list[int] = []
-
-    def propose(*args: Any) -> dict[Tensor, Tensor]:
-        found.append(report.stride)
-        return original(*args)
-
-    original = auto.propose
-    monkeypatch.setattr(auto, "propose", propose)
-    before = {p: p.detach().clone() for p in rule.model.parameters()}
-    averages = {p: rule.state[p]["average"].clone() for p in before}
-    last = {p: rule.state[p]["direction"].clone() for p in before}
-    train(rule, *samples(1))
-    assert found == [] and report.stride == 2 and report.alpha > 0
-    for p, old in before.items():
-        torch.testing.assert_close(p.detach(), old - report.alpha * last[p])
-        new = 1 / auto.reach(report.steps - 1)
-        expected = (1 - new) * averages[p] + new * p.grad  # type: ignore[operator]
-        torch.testing.assert_close(rule.state[p]["average"], expected)
-    train(rule, *samples(2))
-    assert found == [2] and report.stride == 3
-    assert any(not torch.equal(rule.state[p]["direction"], u) for p, u in last.items())
-
-
-def test_groups_of_different_factors_go_on_in_the_same_proportion() -> None:
-    model = mlp(*SIZES)
-    groups = [{"params": model[0].parameters(), "lr": 0.01}, {"params": model[2].parameters()}]
-    rule, report = late(model=model, params=groups)
-    before = [(p.detach().clone(), rule.state[p]["direction"].clone()) for p in model.parameters()]
-    train(rule, *samples(1))
-    assert report.stride == 2 and report.parts == pytest.approx([0.2, 1.0])
-    for p, (old, u) in zip(model.parameters(), before):
-        torch.testing.assert_close(p.detach(), old - report.alpha * u)
+def test_what_gets_its_first_gradient_late_is_averaged_over_what_there_is() -> None:
+    """The direction of a criterion's own parameters is as long as their gradient, not a part of it."""
+    model, loss = mlp(*SIZES), qd.LearnedGaussian(SIZES[-1])
+    rule = qd.Riemannian(model, loss, lr=0.05, step="auto")
+    std = next(iter(loss.parameters()))
+    x, _ = samples(0)
+    t = torch.tanh(x[:, :3])
+    loss.requires_grad_(False)
+    for _ in range(auto.AT_FIRST):
+        train(rule, x, t)
+    report = rule.auto
+    assert report is not None
+    report.steps = 10**6
+    loss.requires_grad_(True)
+    before = std.detach().clone()
+    train(rule, x, t)
+    fisher = loss.parameter_fisher()[std]
+    torch.testing.assert_close(before - std.detach(), report.alpha * std.grad / fisher)
 
 
 def test_the_way_is_the_sum_of_the_steps_and_is_judged_as_a_whole() -> None:
@@ -243,9 +215,8 @@ def test_the_last_minibatch_of_an_epoch_does_not_measure() -> None:
     assert report.stride == 1
 
 
-@pytest.mark.parametrize("begin", [started, late])
-def test_resumed_on_the_way(begin: Callable[[], tuple[qd.Riemannian, Report]]) -> None:
-    rule, report = begin()
+def test_resumed_on_the_way() -> None:
+    rule, report = started()
     while report.stride != 3:
         train(rule, *samples(report.stride % 3))
     twin = qd.Riemannian(copy.deepcopy(rule.model), qd.Categorical(), lr=0.05, step="auto")
