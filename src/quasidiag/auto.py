@@ -3,8 +3,8 @@ r"""The step without a learning rate: its length from the exact quadratic model.
 With a direction :math:`d`, the averaged gradient with its strengths equalised in the coordinates of the metric
 (:mod:`quasidiag.orthogonal`), the step is :math:`δ = -α d` with the :math:`α` that minimises the quadratic model of the loss
 (:mod:`quasidiag.quadratic`). All of its numbers are geometric, so the step depends on how inputs and activities are encoded
-no more than :math:`d` does. The average reaches back over a part of the training so far: what is far away is approached
-slowly, and noise has to be waited out.
+no more than :math:`d` does. The average reaches back over a part of the training so far: at first gradients are soon out
+of date, later they are mostly noise.
 
 The model is measured, and the way since the last time judged, in each of the first steps and then in every few. In between
 a step follows its own :math:`d` with the same :math:`α`, or less where the slope is smaller. A minibatch whose loss is a
