@@ -199,17 +199,9 @@ def _diagonal(optimizer: Riemannian) -> dict[Tensor, Tensor]:
     return found
 
 
-def _shorten_(optimizer: Riemannian, u: dict[Tensor, Tensor]) -> None:
-    """The directions of a group with a smaller factor are that much shorter."""
-    for group, part in zip(optimizer.param_groups, _parts(optimizer)):
-        for p in group["params"] if part != 1 else ():
-            if p in u:
-                u[p].mul_(part)
-
-
 def descend_(optimizer: Riemannian, model: QuadraticModel, measures: bool) -> None:
     r""":math:`θ ← θ - α d`. A group's ``lr`` multiplies the whole step of its parameters."""
-    report = model.report
+    report, parts = model.report, _parts(optimizer)
     factor = max(float(group["lr"]) for group in optimizer.param_groups)
     factor *= min(1.0, FIRST + (1 - FIRST) * report.steps / WARM_UP)
     gradient: Direction = {
@@ -218,13 +210,16 @@ def descend_(optimizer: Riemannian, model: QuadraticModel, measures: bool) -> No
     other: dict[Tensor, Tensor] = dict(together.others(optimizer))
     named = {"new": propose(optimizer, gradient), "other": other}
     named = {name: u for name, u in named.items() if u}
-    for u in named.values():
-        _shorten_(optimizer, u)
+    # The directions of a group with a smaller factor are that much shorter.
+    for group, part in zip(optimizer.param_groups, parts):
+        for u in named.values() if part != 1 else ():
+            for p in u.keys() & set(group["params"]):
+                u[p].mul_(part)
     if measures:
         for p in _way(optimizer):
             del optimizer.state[p]["update"]
         best = _measure(optimizer, model, gradient, named, factor)
-        report.stride, report.parts = 0, _parts(optimizer)
+        report.stride, report.parts = 0, parts
     else:
         best = dict(zip(named, model.again(gradient, named, factor, _ranks(optimizer))))
     if not named:
