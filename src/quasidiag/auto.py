@@ -24,7 +24,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 from torch import Tensor
 
-from quasidiag import orthogonal, together
+from quasidiag import orthogonal, rest, together
 from quasidiag.blocks import DiagonalBlock
 from quasidiag.quadratic import QuadraticModel, Report, before_way, mean
 from quasidiag.replay import Direction
@@ -42,6 +42,9 @@ AT_FIRST = 4
 #: The first step is so much shorter, and so many later none is: long first steps lead to where the loss is sharply
 #: curved, and all that follow must be short.
 FIRST, WARM_UP = 0.2, 40
+#: A minibatch with so many terms in its loss is a full one. The slope along a direction that a smaller one had its part in
+#: is mostly that part, and its step is shorter: by the square root of how much smaller it is. Not where it is all there is.
+FULL = 500
 #: No layer moves by more than so many times its own weights: what little it has to say may be far from linear. Directions
 #: are shortened and measured anew so often. As this depends on the encoding, it is one of the safeguards.
 LONGEST, ROUNDS = 10.0, 3
@@ -69,7 +72,7 @@ def turn(optimizer: Riemannian, model: QuadraticModel, usable: bool) -> Turn:
     nothing but the gradient is bad is no judge, nor is an epoch's last small one, which waits for the next to measure.
     """
     report, before = model.report, model.report.samples
-    report.samples, loss = model.size(_ranks(optimizer))
+    report.samples, report.terms, loss = model.size(_ranks(optimizer))
     surprised = report.surprised(loss)
     judge = report.samples >= before / 2 and (usable or not math.isfinite(loss))
     if report.steps < AT_FIRST or not report.steady or not _alike(optimizer, report):
@@ -101,8 +104,9 @@ def retreat_(optimizer: Riemannian, model: QuadraticModel) -> bool:
     for p, u in update.items():
         if p.requires_grad:  # or it was frozen where it is
             p.copy_(before_way(p, u))
+            rest.displace_(optimizer, p, -u)
         del optimizer.state[p]["update"]
-    report.length, report.stride, report.steady = 0.0, 0, False
+    report.length, report.stride, report.steady, report.loss = 0.0, 0, False, float("nan")
     report.retreats += 1
     return True
 
@@ -204,6 +208,7 @@ def descend_(optimizer: Riemannian, model: QuadraticModel, measures: bool) -> No
     report, parts = model.report, _parts(optimizer)
     factor = max(float(group["lr"]) for group in optimizer.param_groups)
     factor *= min(1.0, FIRST + (1 - FIRST) * report.steps / WARM_UP)
+    factor *= 1.0 if report.same else min(1.0, math.sqrt(report.terms / FULL))
     gradient: Direction = {
         p: optimizer._gradient(p) for p in optimizer._group if p.grad is not None
     }
@@ -227,6 +232,7 @@ def descend_(optimizer: Riemannian, model: QuadraticModel, measures: bool) -> No
     for name, u in named.items() if any(best.values()) else ():
         for p, w in u.items():
             moved, way = _move_(p, w.mul_(best[name])), optimizer.state[p].get("update")
+            rest.displace_(optimizer, p, moved)
             optimizer.state[p]["update"] = moved if way is None else way.add_(moved)
     report.alpha, report.other = -best.get("new", 0.0), -best.get("other", 0.0)
     report.factor = factor

@@ -13,6 +13,7 @@ class Defaults(NamedTuple):
     lr: float
     metric: str
     orthogonal: bool
+    averaged: bool
     gamma: float
     eps: float
     metric_start: str | int
@@ -35,6 +36,7 @@ DEFAULTS = {
         lr=1e-2,
         metric="outer-product",
         orthogonal=False,
+        averaged=False,
         gamma=0.01,
         eps=1e-8,
         metric_start="first",
@@ -47,6 +49,7 @@ DEFAULTS = {
         lr=1.0,
         metric="monte-carlo",
         orthogonal=True,
+        averaged=True,
         gamma=0.1,
         eps=0.0,
         metric_start=1_000_000,

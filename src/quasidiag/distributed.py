@@ -396,6 +396,11 @@ def share(samples: int, group: Any = None) -> float:
     return samples / float(mean(torch.tensor(float(samples), dtype=torch.float64), group))
 
 
+def size(group: Any) -> int:
+    """How many ranks there are; without a group this one is alone."""
+    return 1 if group is None else dist.get_world_size(group)
+
+
 def mean(numbers: Tensor, group: Any = None) -> Tensor:
     """The mean over ranks of a few numbers, on whatever device the group can talk from."""
     there = numbers.to("cuda" if dist.get_backend(group) == "nccl" else "cpu", copy=True)

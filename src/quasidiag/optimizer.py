@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from quasidiag import auto, distributed, placeholder, together, validate
+from quasidiag import auto, distributed, placeholder, rest, together, validate
 from quasidiag.blocks import DiagonalBlock, Update
 from quasidiag.collect import Collector, LossScale
 from quasidiag.defaults import DEFAULTS, everything
@@ -75,6 +75,8 @@ class Riemannian(Saved):
         orthogonal: whether ``step="auto"`` gives all directions of a layer's gradient the same strength
             (:mod:`quasidiag.orthogonal`), as it does by default; else it follows the Riemannian gradient itself. In
             such layers ``eps`` and ``floor`` do not count; the unitwise reduction has none.
+        averaged: whether the parameters that ``step="auto"`` leaves between two steps are an average of where training
+            was lately (:mod:`quasidiag.rest`), as they are by default; training itself is the same either way.
         safeguard: bounds on the metric relative to the mean of its unit and of its layer
             (:func:`quasidiag.reductions.safeguarded`), or ``None`` for none; by default only ``step="auto"`` has them.
         loss_reduction: ``"mean"`` or ``"sum"``; what the loss does over the batch, where there is no criterion.
@@ -121,6 +123,7 @@ class Riemannian(Saved):
         step_fraction: float | None = None,
         step_every: int | None = None,
         orthogonal: bool | None = None,
+        averaged: bool | None = None,
         safeguard: str | tuple[float, float, float] | None = "default",
         loss_reduction: str = "mean",
         loss_scale: LossScale = 1.0,
@@ -137,6 +140,7 @@ class Riemannian(Saved):
             lr=lr,
             metric=metric,
             orthogonal=orthogonal,
+            averaged=averaged,
             gamma=gamma,
             eps=eps,
             metric_start=metric_start,
@@ -158,12 +162,15 @@ class Riemannian(Saved):
             validate.auto(model, criterion, capturable)
         elif orthogonal:
             raise ValueError("orthogonal directions have no length: only step='auto' has them")
+        elif averaged:
+            raise ValueError("only step='auto' averages where its steps led")
         validate.criterion(criterion, chosen.metric, loss_reduction)
         self.auto = Report() if step == "auto" else None
         self.safeguard = (
             chosen.safeguard if safeguard == "default" else validate.safeguard(safeguard)
         )
         self.metric, self.orthogonal = chosen.metric, chosen.orthogonal
+        self.averaged = chosen.averaged
         self.metric_start, self.metric_every = chosen.metric_start, chosen.metric_every
         self.step_fraction, self.step_every = chosen.step_fraction, chosen.step_every
         self.model, self.criterion, self.reduction = model, criterion, reduction
@@ -208,6 +215,7 @@ class Riemannian(Saved):
             assert self.criterion is not None
             replay = Replay(self.model, self.criterion)
             self._model = QuadraticModel(replay, self.step_fraction, self.auto)
+            self._handle = self.model.register_forward_pre_hook(Hook(self._lead))
         self._count(self.steps)
 
     def _find(self) -> None:
@@ -294,6 +302,7 @@ class Riemannian(Saved):
                 together.apply_(self, self._directions(batches, done))
             if usable:
                 self._project_()
+        rest.settle_(self, usable)
         self._forget()
         return loss
 
@@ -356,6 +365,12 @@ class Riemannian(Saved):
         elif self._exchange is None:
             self._fold()
 
+    def _lead(self, *_: Any) -> None:
+        """A forward pass begins. If it is to be backpropagated, it runs where training is."""
+        if torch.is_grad_enabled():
+            with torch.no_grad():
+                rest.lead_(self)
+
     def _fold(self) -> None:
         for module, a, w in self._collector.records:
             self._sums.add(self.state, self._owner[module], module, a, w)
@@ -366,6 +381,9 @@ class Riemannian(Saved):
         self._collector.close()
         if self._model is not None:
             self._model.replay.close()
+            self._handle.remove()
+            with torch.no_grad():
+                rest.settle_(self, False)
 
     def __enter__(self) -> Riemannian:
         return self
@@ -482,6 +500,8 @@ class Riemannian(Saved):
         self.criterion.project_()
         for p, old in before.items():
             self.state[p]["update"].add_(p - old)
+            if "ahead" in self.state[p]:
+                self.state[p]["ahead"].add_(p - old)
 
     def _forget(self) -> None:
         """No reference to the batch survives the step."""

@@ -318,6 +318,10 @@ class Replay:
         """How many samples the minibatches of this step have."""
         return sum(len(batch.target) for batch in self._used)
 
+    def size(self) -> int:
+        """How many terms the losses of this step's minibatches are the means of."""
+        return sum({batch.call: self.terms(batch) for batch in self._used}.values())
+
     @property
     def _module(self) -> nn.Module:
         """The model itself, without what was put around it for speed or for several ranks."""

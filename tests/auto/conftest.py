@@ -23,3 +23,9 @@ def seldom(monkeypatch: pytest.MonkeyPatch) -> None:
 def warm(monkeypatch: pytest.MonkeyPatch) -> None:
     """The first steps are as long as those that follow."""
     monkeypatch.setattr(auto, "FIRST", 1.0)
+
+
+@pytest.fixture
+def full(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The steps of a small minibatch are as long as those of a large one."""
+    monkeypatch.setattr(auto, "FULL", 1)

@@ -60,6 +60,7 @@ def test_no_argument_is_needed() -> None:
 # ------------------------------------------------ lr as a factor
 
 
+@pytest.mark.usefixtures("full")
 def test_the_factor_rises_to_what_it_is() -> None:
     model, loss, x, t = problem()
     optimizer = qd.Riemannian(model, loss, lr=0.5, step="auto")

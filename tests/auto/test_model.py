@@ -17,7 +17,7 @@ from quasidiag.quadratic import DECAY, FORMS, RISE, SHORTEST, minimiser
 from quasidiag.reductions import safeguarded
 from quasidiag.reference import completion
 
-pytestmark = pytest.mark.usefixtures("unbounded", "warm")
+pytestmark = pytest.mark.usefixtures("unbounded", "warm", "full")
 SIZES = (5, 6, 3)
 SAFEGUARDS: dict[str, Any] = {"safeguards": "default", "none": None}
 

@@ -14,7 +14,7 @@ from nets import batch, mlp
 from quasidiag import auto
 from quasidiag.quadratic import RECENT, Report, before_way
 
-pytestmark = pytest.mark.usefixtures("warm")
+pytestmark = pytest.mark.usefixtures("warm", "full")
 SIZES = (5, 8, 3)
 
 
@@ -109,7 +109,7 @@ def test_the_average_reaches_back_over_a_part_of_the_training() -> None:
 def test_what_gets_its_first_gradient_late_is_averaged_over_what_there_is() -> None:
     """The direction of a criterion's own parameters is as long as their gradient, not a part of it."""
     model, loss = mlp(*SIZES), qd.LearnedGaussian(SIZES[-1])
-    rule = qd.Riemannian(model, loss, lr=0.05, step="auto")
+    rule = qd.Riemannian(model, loss, lr=0.05, step="auto", averaged=False)
     std = next(iter(loss.parameters()))
     x, _ = samples(0)
     t = torch.tanh(x[:, :3])

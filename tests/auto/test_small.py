@@ -1,0 +1,60 @@
+"""Small minibatches: shorter steps, unless they are all there is."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import quasidiag as qd
+from nets import batch, mlp
+from quasidiag import auto
+from quasidiag.quadratic import Report
+
+pytestmark = pytest.mark.usefixtures("warm")
+SIZES = (5, 8, 3)
+
+
+def factors(
+    model: nn.Module, minibatches: list[tuple[Tensor, Tensor]], micro: int = 1
+) -> list[float]:
+    """What the steps were multiplied by."""
+    criterion, found = qd.Categorical(), []
+    rule = qd.Riemannian(model, criterion)
+    for x, t in minibatches:
+        rule.zero_grad()
+        for a, b in zip(x.chunk(micro), t.chunk(micro)):
+            (criterion(model(a), b) / micro).backward()
+        rule.step()
+        assert isinstance(rule.auto, Report)
+        found.append(rule.auto.factor)
+    return found
+
+
+def samples(size: int, seed: int) -> tuple[Tensor, Tensor]:
+    return batch("categorical", size, SIZES[0], SIZES[-1], seed=seed)
+
+
+@pytest.mark.parametrize(("size", "micro"), [(20, 1), (125, 1), (120, 4), (auto.FULL, 1), (900, 1)])
+def test_steps_are_shorter_by_the_root_of_the_missing_samples(size: int, micro: int) -> None:
+    found = factors(mlp(*SIZES), [samples(size, seed) for seed in range(6)], micro)
+    assert found == pytest.approx([min(1.0, math.sqrt(size / auto.FULL))] * 6)
+
+
+def test_all_data_in_one_minibatch_have_no_noise() -> None:
+    """It takes a step to see that; their order does not matter."""
+    x, t = samples(50, 0)
+    orders = [torch.randperm(50, generator=torch.Generator().manual_seed(k)) for k in range(6)]
+    found = factors(mlp(*SIZES), [(x[order], t[order]) for order in orders])
+    small = math.sqrt(50 / auto.FULL)
+    assert found[0] == pytest.approx(small) and found[2:] == [1.0] * 4
+
+
+def test_positions_of_a_sequence_are_terms_of_the_loss() -> None:
+    minibatches = [
+        (x.view(10, 12, 5), t.view(10, 12)) for x, t in [samples(120, k) for k in (0, 1)]
+    ]
+    found = factors(mlp(*SIZES), minibatches)
+    assert found == pytest.approx([math.sqrt(120 / auto.FULL)] * 2)
