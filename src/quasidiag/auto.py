@@ -43,8 +43,11 @@ AT_FIRST = 4
 #: curved, and all that follow must be short.
 FIRST, WARM_UP = 0.2, 40
 #: A minibatch with so many terms in its loss is a full one. The slope along a direction that a smaller one had its part in
-#: is mostly that part, and its step is shorter: by the square root of how much smaller it is. Not where it is all there is.
+#: is mostly that part, and its step is shorter: by the square root of how much smaller it is. A minibatch that is the same
+#: as the last one, as in full-batch training, is no sample and has no noise.
 FULL = 500
+#: The squares of the data in a minibatch are its fingerprint: they add up to the same in any order, but for this part.
+SAME = 1e-9
 #: No layer moves by more than so many times its own weights: what little it has to say may be far from linear. Directions
 #: are shortened and measured anew so often. As this depends on the encoding, it is one of the safeguards.
 LONGEST, ROUNDS = 10.0, 3
@@ -72,7 +75,7 @@ def turn(optimizer: Riemannian, model: QuadraticModel, usable: bool) -> Turn:
     nothing but the gradient is bad is no judge, nor is an epoch's last small one, which waits for the next to measure.
     """
     report, before = model.report, model.report.samples
-    report.samples, report.terms, loss = model.size(_ranks(optimizer))
+    report.samples, loss = model.size(_ranks(optimizer))
     surprised = report.surprised(loss)
     judge = report.samples >= before / 2 and (usable or not math.isfinite(loss))
     if report.steps < AT_FIRST or not report.steady or not _alike(optimizer, report):
@@ -104,9 +107,10 @@ def retreat_(optimizer: Riemannian, model: QuadraticModel) -> bool:
     for p, u in update.items():
         if p.requires_grad:  # or it was frozen where it is
             p.copy_(before_way(p, u))
-            rest.displace_(optimizer, p, -u)
+            for key in ("apart", "ahead"):  # an average of bad places is no better
+                optimizer.state[p].pop(key, None)
         del optimizer.state[p]["update"]
-    report.length, report.stride, report.steady, report.loss = 0.0, 0, False, float("nan")
+    report.length, report.stride, report.steady = 0.0, 0, False
     report.retreats += 1
     return True
 
@@ -208,7 +212,7 @@ def descend_(optimizer: Riemannian, model: QuadraticModel, measures: bool) -> No
     report, parts = model.report, _parts(optimizer)
     factor = max(float(group["lr"]) for group in optimizer.param_groups)
     factor *= min(1.0, FIRST + (1 - FIRST) * report.steps / WARM_UP)
-    factor *= 1.0 if report.same else min(1.0, math.sqrt(report.terms / FULL))
+    factor *= _noise(model, _ranks(optimizer))
     gradient: Direction = {
         p: optimizer._gradient(p) for p in optimizer._group if p.grad is not None
     }
@@ -238,6 +242,14 @@ def descend_(optimizer: Riemannian, model: QuadraticModel, measures: bool) -> No
     report.factor = factor
     report.steps += 1
     report.stride += 1
+
+
+def _noise(model: QuadraticModel, ranks: Any) -> float:
+    """What the noise of a small minibatch shortens the step by."""
+    report, before = model.report, model.report.data
+    terms, report.data = model.content(FULL, ranks)
+    same = math.isclose(report.data, before, rel_tol=SAME)
+    return 1.0 if same else min(1.0, math.sqrt(terms / FULL))
 
 
 def _move_(p: Tensor, w: Tensor) -> Tensor:

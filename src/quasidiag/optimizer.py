@@ -157,7 +157,12 @@ class Riemannian(Saved):
             metric_fraction=metric_fraction,
             **chosen._asdict(),
         )
-        validate.one_of("foreach", foreach, (None, True, False))
+        for name, value in (
+            ("foreach", foreach),
+            ("orthogonal", orthogonal),
+            ("averaged", averaged),
+        ):
+            validate.one_of(name, value, (None, True, False))
         if step == "auto":
             validate.auto(model, criterion, capturable)
         elif orthogonal:
@@ -216,6 +221,8 @@ class Riemannian(Saved):
             replay = Replay(self.model, self.criterion)
             self._model = QuadraticModel(replay, self.step_fraction, self.auto)
             self._handle = self.model.register_forward_pre_hook(Hook(self._lead))
+        #: Of the parameters as they were left at rest.
+        self._norms: dict[Tensor, Tensor] = {}
         self._count(self.steps)
 
     def _find(self) -> None:
@@ -270,7 +277,8 @@ class Riemannian(Saved):
                 if [*map(id, known)] != [*map(id, block.parameters)]:
                     for p in block.parameters:
                         kept = self.state[p]
-                        self.state[p] = {k: kept[k] for k in ("momentum",) if k in kept}
+                        stays = ("momentum", "apart", "ahead")
+                        self.state[p] = {k: kept[k] for k in stays if k in kept}
             self._watch()
 
     @torch._disable_dynamo  # bookkeeping by layer; the kernels are fused already
@@ -302,7 +310,7 @@ class Riemannian(Saved):
                 together.apply_(self, self._directions(batches, done))
             if usable:
                 self._project_()
-        rest.settle_(self, usable)
+        rest.settle_(self)
         self._forget()
         return loss
 
@@ -366,8 +374,8 @@ class Riemannian(Saved):
             self._fold()
 
     def _lead(self, *_: Any) -> None:
-        """A forward pass begins. If it is to be backpropagated, it runs where training is."""
-        if torch.is_grad_enabled():
+        """A forward pass begins. In training it runs where training is."""
+        if self.model.training and torch.is_grad_enabled():
             with torch.no_grad():
                 rest.lead_(self)
 
@@ -382,8 +390,6 @@ class Riemannian(Saved):
         if self._model is not None:
             self._model.replay.close()
             self._handle.remove()
-            with torch.no_grad():
-                rest.settle_(self, False)
 
     def __enter__(self) -> Riemannian:
         return self
@@ -500,8 +506,9 @@ class Riemannian(Saved):
         self.criterion.project_()
         for p, old in before.items():
             self.state[p]["update"].add_(p - old)
-            if "ahead" in self.state[p]:
-                self.state[p]["ahead"].add_(p - old)
+            if "apart" in self.state[p] and self.auto is not None:
+                part = 1 - 1 / rest.window(self.auto.steps)
+                self.state[p]["apart"].add_(p - old, alpha=part)
 
     def _forget(self) -> None:
         """No reference to the batch survives the step."""

@@ -35,8 +35,6 @@ BOUNDS = 0.01, 10.0
 SHORTEST = 0.1
 #: What two in a row promised is no outlier's: the usual is taken to be no less than a part of it.
 CHANGE = 10.0
-#: Minibatches whose losses differ by less than this, relative to the loss, are the same.
-SAME = 1e-4
 #: Relative, on the diagonal of the system of the coefficients: directions may do the same to the outputs.
 RIDGE = 1e-6
 #: A minibatch's loss is a surprise if it is above the average of the last ones (each new one counts so much) by so many
@@ -64,12 +62,9 @@ class Report:
         usual: the average of such curvatures.
         steps: steps so far.
         retreats: how often steps were taken back.
-        factor: what the last step was multiplied by: the ``lr``, less at first.
+        factor: what the last step was multiplied by: the ``lr``, less at first and for small minibatches.
         samples: how many it saw, on the average rank.
-        terms: of how many the loss was the mean, on all ranks.
-        loss: that of the last minibatch that judged, where it was then.
-        same: whether the next one was the same there, as where all data make one minibatch.
-        ahead: whether the parameters are where training is, and not at rest.
+        data: the squares of its inputs and targets, added up.
         level: the average of the last minibatches' losses.
         spread: their variance.
         losses: how many there were.
@@ -97,10 +92,7 @@ class Report:
     retreats: int = 0
     factor: float = 1.0
     samples: float = 0.0
-    terms: float = 0.0
-    loss: float = float("nan")
-    same: bool = False
-    ahead: bool = False
+    data: float = float("nan")
     level: float = 0.0
     spread: float = 0.0
     losses: int = 0
@@ -256,11 +248,19 @@ class QuadraticModel:
         form = torch.stack(rows).double() / max(1, int(criterion.terms(output, target)))
         return form.cpu()
 
-    def size(self, ranks: Any = None) -> tuple[float, float, float]:
-        """This step's samples on the average rank, its terms on all, its loss: all ranks must come to the same judgement."""
-        numbers = [float(self.replay.samples()), float(self.replay.size()), self.replay.loss()]
-        samples, terms, loss = mean(torch.tensor(numbers, dtype=torch.float64), ranks).tolist()
-        return samples, terms * distributed.size(ranks), loss
+    def size(self, ranks: Any = None) -> tuple[float, float]:
+        """This step's samples on the average rank, and its loss: all ranks must come to the same judgement."""
+        numbers = [float(self.replay.samples()), self.replay.loss()]
+        samples, loss = mean(torch.tensor(numbers, dtype=torch.float64), ranks).tolist()
+        return samples, loss
+
+    def content(self, few: int, ranks: Any = None) -> tuple[float, float]:
+        """How many terms this step's losses have on all ranks, and the squares of its data, added up, if those are few."""
+        terms = self.replay.size()
+        data = self.replay.squares() if terms < few else 0.0
+        numbers = mean(torch.tensor([terms, data], dtype=torch.float64), ranks)
+        terms, data = (numbers * distributed.size(ranks)).tolist()
+        return terms, data
 
     def judge(self, update: Direction, ranks: Any = None) -> bool:
         """What the way since the last time did to the loss of *this* minibatch, which it has not seen; whether harm.
@@ -276,8 +276,7 @@ class QuadraticModel:
         now, before = mean(torch.stack(pairs).sum(0).cpu(), ranks)
         if not before.isfinite():
             return False  # the data are to blame
-        report.same = math.isclose(before, report.loss, rel_tol=SAME)
-        report.loss, report.actual = float(now), float(now - before)
+        report.actual = float(now - before)
         predicted = report.stride * report.predicted
         report.ratio = report.actual / -abs(predicted) if predicted else 0.0
         if not report.actual < min(promise, report.stride * math.exp(report.hope)):

@@ -322,6 +322,15 @@ class Replay:
         """How many terms the losses of this step's minibatches are the means of."""
         return sum({batch.call: self.terms(batch) for batch in self._used}.values())
 
+    def squares(self) -> float:
+        """Those of all inputs and targets of this step, added up: the same in whatever order the samples come."""
+        calls = {batch.call: batch.target for batch in self._used}
+        data = [x for call, t in calls.items() for x in tensors((call.arguments, t))]
+        plain = (
+            x for x in data if x.layout == torch.strided and not (x.is_complex() or x.is_nested)
+        )
+        return sum(float(x.double().square().sum()) for x in plain)
+
     @property
     def _module(self) -> nn.Module:
         """The model itself, without what was put around it for speed or for several ranks."""

@@ -5,13 +5,15 @@ the places :math:`z` that training comes to are averaged,
 
 .. math:: x ← x + \tfrac1w (z - x),
 
-and :math:`x` is what the model holds between two steps, when it is evaluated or saved. A forward pass that will be
-backpropagated begins by moving ahead to :math:`z = x + e`, and a step that moved by :math:`δ` ends by coming back:
-:math:`e ← (1 - \tfrac1w)(e + δ)`, :math:`x = z - e`. Whatever else is done to the parameters in between is done to both.
+and :math:`x` is what the model holds between two steps, when it is evaluated or saved. A forward pass in training begins
+by moving ahead to :math:`z = x + e`, and a step that moved by :math:`δ` ends by coming back:
+:math:`e ← (1 - \tfrac1w)(e + δ)`, :math:`x = z - e`. A parameter that somebody else has changed in between (clamped,
+masked, loaded) stays where it was put, and training goes on from there.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 import torch
@@ -30,42 +32,67 @@ def window(steps: int) -> float:
 
 
 def displace_(optimizer: Riemannian, p: Tensor, moved: Tensor) -> None:
-    """Note that training has moved a parameter. One of low precision would not find its way back, and stays with it."""
+    """A step moves a parameter. One of low precision would not find its way back, and has no other place to be."""
     assert optimizer.auto is not None
-    state = optimizer.state[p]
-    if "ahead" in state:
-        state["ahead"].add_(moved)
-    elif optimizer.averaged and window(optimizer.auto.steps + 1) > 1 and p.dtype == moved.dtype:
-        state["ahead"] = moved.clone()
+    state, keep = optimizer.state[p], 1 - 1 / window(optimizer.auto.steps + 1)
+    if not float(optimizer._group[p]["lr"]):
+        return
+    if "apart" in state:
+        state["apart"].add_(moved).mul_(keep)
+    elif optimizer.averaged and keep and p.dtype == moved.dtype:
+        state["apart"], state["ahead"] = moved * keep, True
 
 
 def lead_(optimizer: Riemannian) -> None:
-    """Move ahead to where training is, :math:`z = x + e`, unless that has been done.
+    """Move ahead to where training is, :math:`z = x + e`.
 
     As ``data``: graphs of the parameters at rest (a penalty on weights, say) may be waiting for the same backward pass.
     """
-    report = optimizer.auto
-    if report is not None and not report.ahead:
-        parameters, ways = _apart(optimizer)
-        if parameters:
-            torch._foreach_add_(parameters, ways)
-        report.ahead = True
+    parameters = _of(optimizer, ahead=False)
+    if not parameters:
+        return
+    state = optimizer.state
+    for p in _changed(optimizer, parameters):
+        state[p]["apart"].zero_()
+    torch._foreach_add_([p.data for p in parameters], [state[p]["apart"] for p in parameters])
+    for p in parameters:
+        state[p]["ahead"] = True
+        if not optimizer.averaged:  # but whoever saved this state did
+            del state[p]["apart"], state[p]["ahead"]
 
 
-def settle_(optimizer: Riemannian, taken: bool) -> None:
-    """Come to rest, :math:`x = z - e`; nearer to where training is if a step was taken."""
-    report = optimizer.auto
-    if report is not None and report.ahead:
-        parameters, ways = _apart(optimizer)
-        if parameters and taken:
-            torch._foreach_mul_(ways, 1 - 1 / window(report.steps))
-        if parameters:
-            torch._foreach_sub_(parameters, ways)
-        report.ahead = False
+def settle_(optimizer: Riemannian) -> None:
+    """Come to rest, :math:`x = z - e`."""
+    parameters = _of(optimizer, ahead=True)
+    if not parameters:
+        return
+    state, data = optimizer.state, [p.data for p in parameters]
+    torch._foreach_sub_(data, [state[p]["apart"] for p in parameters])
+    for p, norm in zip(parameters, torch._foreach_norm(data)):
+        state[p]["ahead"], optimizer._norms[p] = False, norm
 
 
-def _apart(optimizer: Riemannian) -> tuple[list[Tensor], list[Tensor]]:
-    """The parameters for which the two places differ, and by how much; what is frozen stays where it is."""
-    found = ((p, optimizer.state.get(p, {}).get("ahead")) for p in optimizer._group)
-    pairs = [(p.data, way) for p, way in found if way is not None and p.requires_grad]
-    return [p for p, _ in pairs], [way for _, way in pairs]
+def _of(optimizer: Riemannian, ahead: bool) -> list[Tensor]:
+    """The parameters that have another place to be; one that is frozen, or has gone to another device, stays."""
+    return [
+        p
+        for p in optimizer._group
+        if p.requires_grad
+        and (kept := optimizer.state.get(p, {})).get("ahead") is ahead
+        and kept["apart"].device == p.device
+    ]
+
+
+def _changed(optimizer: Riemannian, parameters: list[Tensor]) -> list[Tensor]:
+    """Those that are not as they were left. Their norm tells: what is written into ``data`` leaves no other trace."""
+    known = [p for p in parameters if p in optimizer._norms]
+    if not known:
+        return []
+    now = _together(torch._foreach_norm([p.data for p in known]))
+    left = now == _together([optimizer._norms[p] for p in known])
+    return [p for p, same in zip(known, left.tolist()) if not same]
+
+
+def _together(norms: Sequence[Tensor]) -> Tensor:
+    """As one, or a device would be waited for as often as there are parameters."""
+    return torch.stack([norm.to(norms[0].device, torch.float64) for norm in norms])

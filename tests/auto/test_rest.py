@@ -84,19 +84,19 @@ def test_training_is_the_same_without_the_average() -> None:
     others, rests = train(without, range(STEPS))
     torch.testing.assert_close(places, others, rtol=1e-6, atol=1e-6)
     torch.testing.assert_close(rests[:-1], others[1:], rtol=0.0, atol=0.0)
-    assert not any("ahead" in kept for kept in without.state.values())
+    assert not any("apart" in kept for kept in without.state.values())
 
 
 def test_the_window_grows_from_one_place() -> None:
     assert [rest.window(steps) for steps in (0, 20, 100, 600, 10**6)] == [1, 1, 5, 30, 30]
 
 
-@pytest.mark.parametrize("mode", [True, False])
-def test_what_is_not_backpropagated_runs_at_rest(mode: bool) -> None:
+@pytest.mark.parametrize(("training", "gradients"), [(True, False), (False, True)])
+def test_what_is_not_training_runs_at_rest(training: bool, gradients: bool) -> None:
     rule = late()
     at_rest, (x, _) = now(rule), samples(0)
-    rule.model.train(mode)
-    with torch.no_grad():
+    rule.model.train(training)
+    with torch.set_grad_enabled(gradients):
         seen = rule.model(x)
     torch.testing.assert_close(now(rule), at_rest, rtol=0.0, atol=0.0)
     torch.testing.assert_close(seen, copy.deepcopy(rule.model)(x), rtol=0.0, atol=0.0)
@@ -113,14 +113,27 @@ def test_several_passes_move_ahead_once() -> None:
     torch.testing.assert_close(backward(twin, 0), ahead, rtol=0.0, atol=0.0)
 
 
-def test_what_is_done_to_the_parameters_in_between_stays_done() -> None:
+@pytest.mark.parametrize("written", ["parameter", "data"])
+def test_what_is_done_to_a_parameter_in_between_stays_done(written: str) -> None:
+    """Training goes on from there, and with the others from where it was."""
     rule = late()
-    before, ahead = now(rule), backward(copy.deepcopy(rule), 0)
+    ahead = backward(copy.deepcopy(rule), 0)
+    changed = next(iter(rule.model.parameters()))
     with torch.no_grad():
-        for p in rule.model.parameters():
-            p.mul_(0.5)
-    expected = [z - x / 2 for x, z in zip(before, ahead)]
-    torch.testing.assert_close(backward(rule, 0), expected)
+        (changed if written == "parameter" else changed.data).clamp_(-0.1, 0.1)
+    expected = [changed.detach().clone(), *ahead[1:]]
+    torch.testing.assert_close(backward(rule, 0), expected, rtol=0.0, atol=0.0)
+
+
+def test_weights_that_are_masked_after_each_step_are_masked_in_training() -> None:
+    rule = rule_of()
+    first = next(iter(rule.model.parameters()))
+    mask = (torch.arange(first.numel()) % 3 > 0).view_as(first)
+    for seed in range(STEPS):
+        backward(rule, seed)
+        assert not seed or not first.detach()[~mask].any()
+        rule.step()
+        first.data.mul_(mask)
 
 
 def test_a_penalty_on_the_weights_at_rest_is_backpropagated_with_the_loss() -> None:
@@ -140,6 +153,35 @@ def test_a_frozen_layer_stays_where_it_is() -> None:
     before = first.detach().clone()
     train(rule, range(5))
     torch.testing.assert_close(first.detach(), before, rtol=0.0, atol=0.0)
+
+
+def test_a_group_without_a_step_stays_where_it_is() -> None:
+    model = mlp(*SIZES)
+    first, *others = model.parameters()
+    rule = rule_of(model, params=[{"params": [first]}, {"params": others}])
+    train(rule, range(STEPS))
+    rule.param_groups[0]["lr"] = 0.0
+    before = first.detach().clone()
+    train(rule, range(5))
+    torch.testing.assert_close(first.detach(), before, rtol=1e-12, atol=1e-12)
+
+
+def test_passes_of_a_frozen_model_change_nothing() -> None:
+    """As of a discriminator while its generator is trained; and freezing it between backward pass and step."""
+    rule = late()
+    twin = copy.deepcopy(rule)
+    x, _ = samples(0)
+    for seed in range(5):
+        rule.model.requires_grad_(False)
+        rule.model(x.clone().requires_grad_()).sum().backward()
+        rule.model.requires_grad_(True)
+        backward(rule, seed), backward(twin, seed)
+        rule.step(), twin.step()
+    torch.testing.assert_close(now(rule), now(twin), rtol=0.0, atol=0.0)
+    backward(rule, 5)
+    rule.model.requires_grad_(False)
+    rule.model.requires_grad_(True)
+    torch.testing.assert_close(backward(rule, 5), backward(twin, 5), rtol=0.0, atol=0.0)
 
 
 @pytest.mark.parametrize("between", [False, True], ids=["at rest", "before the step"])
@@ -167,28 +209,24 @@ def test_a_step_that_is_not_taken_comes_back_to_the_same_rest() -> None:
     torch.testing.assert_close(now(rule), at_rest, rtol=1e-12, atol=1e-12)
 
 
-def test_steps_that_are_taken_back_move_where_training_is_alone() -> None:
+def test_what_is_taken_back_is_taken_out_of_the_average() -> None:
     rule = late()
     report = report_of(rule)
     while report.stride < rule.step_every:  # the next minibatch judges
         train(rule, range(report.steps, report.steps + 1))
-    at_rest, way = now(rule), [rule.state[p]["update"].clone() for p in rule.model.parameters()]
-    ahead, report.promise = backward(rule, 0), 1e-12
-    x, t = samples(0)
-    with torch.no_grad():  # the way was a bad one
+    ahead = backward(rule, 0)
+    way = [rule.state[p]["update"].clone() for p in rule.model.parameters()]
+    with torch.no_grad():  # as if it had been a bad one
         for p, u in zip(rule.model.parameters(), way):
             p.add_(50 * u)
             rule.state[p]["update"].mul_(51)
-            rule.state[p]["ahead"].add_(50 * u)
-    assert rule.criterion is not None
-    rule.zero_grad()
-    rule.criterion(rule.model(x), t).backward()
-    retreats = report.retreats
+    retreats, report.promise = report.retreats, 1e-12
+    backward(rule, 0)
     rule.step()
     assert report.retreats == retreats + 1
-    torch.testing.assert_close(now(rule), at_rest, rtol=1e-9, atol=1e-9)
     expected = [z - u for z, u in zip(ahead, way)]
-    torch.testing.assert_close(backward(rule, 0), expected, rtol=1e-9, atol=1e-9)
+    torch.testing.assert_close(now(rule), expected, rtol=1e-9, atol=1e-9)
+    torch.testing.assert_close(backward(rule, 0), now(rule), rtol=0.0, atol=0.0)
 
 
 def test_low_precision_stays_with_training() -> None:
@@ -201,7 +239,7 @@ def test_low_precision_stays_with_training() -> None:
         assert rule.criterion is not None
         rule.criterion(rule.model(x.bfloat16()), t).backward()
         rule.step()
-    assert not any("ahead" in kept for kept in rule.state.values())
+    assert not any("apart" in kept for kept in rule.state.values())
 
 
 def test_learned_variances_keep_to_their_bounds() -> None:
@@ -217,16 +255,26 @@ def test_learned_variances_keep_to_their_bounds() -> None:
         assert apart(own, [p.detach() for p in loss.parameters()]) == 0
 
 
-def test_a_closed_optimizer_leaves_the_parameters_at_rest() -> None:
+def test_a_closed_optimizer_moves_nothing() -> None:
     rule = late()
     at_rest = now(rule)
-    backward(rule, 0)
     rule.close()
-    torch.testing.assert_close(now(rule), at_rest, rtol=1e-12, atol=1e-12)
     rule.model(samples(0)[0])
-    torch.testing.assert_close(now(rule), at_rest, rtol=1e-12, atol=1e-12)
+    torch.testing.assert_close(now(rule), at_rest, rtol=0.0, atol=0.0)
+
+
+def test_an_average_that_was_saved_ends_where_none_is_wanted() -> None:
+    rule, other = late(), rule_of(averaged=False)
+    other.model.load_state_dict(rule.model.state_dict())
+    other.load_state_dict(rule.state_dict())
+    seeds = range(STEPS, STEPS + 3)
+    (places, _), (others, rests) = train(rule, seeds), train(other, seeds)
+    torch.testing.assert_close(places, others, rtol=1e-9, atol=1e-9)
+    torch.testing.assert_close(rests[:-1], others[1:], rtol=0.0, atol=0.0)
 
 
 def test_a_given_lr_averages_nothing() -> None:
     with pytest.raises(ValueError, match="averages"):
         qd.Riemannian(nn.Linear(2, 2), lr=0.1, averaged=True)
+    with pytest.raises(ValueError, match="averaged"):
+        rule_of(averaged="no")

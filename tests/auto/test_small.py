@@ -48,8 +48,13 @@ def test_all_data_in_one_minibatch_have_no_noise() -> None:
     x, t = samples(50, 0)
     orders = [torch.randperm(50, generator=torch.Generator().manual_seed(k)) for k in range(6)]
     found = factors(mlp(*SIZES), [(x[order], t[order]) for order in orders])
-    small = math.sqrt(50 / auto.FULL)
-    assert found[0] == pytest.approx(small) and found[2:] == [1.0] * 4
+    assert found == pytest.approx([math.sqrt(50 / auto.FULL), *[1.0] * 5])
+
+
+@pytest.mark.parametrize("cycle", [2, 4])
+def test_minibatches_that_come_round_are_samples(cycle: int) -> None:
+    found = factors(mlp(*SIZES), [samples(50, k % cycle) for k in range(20)])
+    assert found == pytest.approx([math.sqrt(50 / auto.FULL)] * 20)
 
 
 def test_positions_of_a_sequence_are_terms_of_the_loss() -> None:

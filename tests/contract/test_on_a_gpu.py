@@ -162,6 +162,24 @@ def test_a_captured_step(kind: str) -> None:
         assert_same(*ends, 1e-4)
 
 
+# ------------------------------------------------ At rest
+
+
+def test_an_average_is_left_between_the_steps() -> None:
+    """Of the places of the same run without one."""
+    ends = []
+    for averaged in (True, False):
+        model, loss, x, t = there()
+        optimizer = qd.Riemannian(model, loss, lr=0.1, step="auto", averaged=averaged)
+        train(model, loss, optimizer, x, t, 40)
+        model(x)  # moves ahead
+        ends.append(values(model))
+        if averaged:
+            apart = [optimizer.state[p]["apart"] for p in model.parameters()]
+            assert all(e.device.type == DEVICE and e.any() for e in apart)
+    assert_same(*ends, 1e-6)
+
+
 # ------------------------------------------------ Many tensors at once
 
 
