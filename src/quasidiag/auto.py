@@ -11,7 +11,8 @@ a step follows its own :math:`d` with the same :math:`α`, or less where the slo
 surprise is measured at once.
 
 Parameters outside of every block have no metric, only a diagonal rule of another scale: they make a direction of their
-own, with a second coefficient.
+own, with a second coefficient. Those of the criterion (standard deviations) have a Fisher matrix in closed form, and take
+a part of their natural step: such a deviation is then an average of the errors of the last minibatches.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ from torch import Tensor
 
 from quasidiag import orthogonal, rest, together
 from quasidiag.blocks import DiagonalBlock
-from quasidiag.quadratic import QuadraticModel, Report, before_way, mean
+from quasidiag.quadratic import QuadraticModel, Report, before_way, dot, mean
 from quasidiag.replay import Direction
 from quasidiag.sums import dtype_of
 
@@ -137,9 +138,10 @@ def average_(state: dict[str, Any], g: Tensor, new: float) -> Tensor:
 def propose(optimizer: Riemannian, gradient: Direction) -> dict[Tensor, Tensor]:
     """The direction *d*, from the averaged gradient."""
     assert optimizer.auto is not None
-    others, new = set(optimizer._others), 1 / reach(optimizer.auto.steps)
+    new = 1 / reach(optimizer.auto.steps)
+    covered = {p for block in optimizer._blocks for p in block.parameters}
     averaged = {
-        p: average_(optimizer.state[p], g, new) for p, g in gradient.items() if p not in others
+        p: average_(optimizer.state[p], g, new) for p, g in gradient.items() if p in covered
     }
     found: dict[Tensor, Tensor] = {}
     matrices: dict[DiagonalBlock, list[Tensor]] = {}
@@ -160,11 +162,14 @@ def propose(optimizer: Riemannian, gradient: Direction) -> dict[Tensor, Tensor]:
     solved = orthogonal.steps([*matrices], optimizer.state, [*matrices.values()], batch)
     for block, d in zip(matrices, solved):
         found |= dict(zip(block.parameters, d))
-    assert optimizer.criterion is not None
-    for p, fisher in optimizer.criterion.parameter_fisher().items():
-        if p in gradient:
-            found[p] = averaged[p] / fisher
     return found
+
+
+def own(optimizer: Riemannian, gradient: Direction) -> dict[Tensor, Tensor]:
+    """The direction of the criterion's own parameters, their natural gradient."""
+    assert optimizer.criterion is not None
+    fishers = optimizer.criterion.parameter_fisher()
+    return {p: gradient[p] / fisher for p, fisher in fishers.items() if p in gradient}
 
 
 def _solved(
@@ -198,9 +203,7 @@ def _along(u: Direction, p: Tensor, dtype: torch.dtype) -> Tensor:
 
 def _diagonal(optimizer: Riemannian) -> dict[Tensor, Tensor]:
     """The metric of what is in no block."""
-    assert optimizer.criterion is not None
-    own = optimizer.criterion.parameter_fisher()
-    found: dict[Tensor, Tensor] = {p: fisher for p, fisher in own.items() if p in optimizer._group}
+    found: dict[Tensor, Tensor] = {}
     for p in optimizer._others:
         if "square" in optimizer.state[p]:
             found[p] = optimizer.state[p]["square"].sqrt() + optimizer._group[p]["eps"]
@@ -219,26 +222,29 @@ def descend_(optimizer: Riemannian, model: QuadraticModel, measures: bool) -> No
     other: dict[Tensor, Tensor] = dict(together.others(optimizer))
     named = {"new": propose(optimizer, gradient), "other": other}
     named = {name: u for name, u in named.items() if u}
+    known = own(optimizer, gradient)
     # The directions of a group with a smaller factor are that much shorter.
     for group, part in zip(optimizer.param_groups, parts):
-        for u in named.values() if part != 1 else ():
+        for u in (*named.values(), known) if part != 1 else ():
             for p in u.keys() & set(group["params"]):
                 u[p].mul_(part)
     if measures:
         for p in _way(optimizer):
             del optimizer.state[p]["update"]
-        best = _measure(optimizer, model, gradient, named, factor)
+        best = _measure(optimizer, model, gradient, named, factor, float(dot(gradient, known)))
         report.stride, report.parts = 0, parts
     else:
         best = dict(zip(named, model.again(gradient, named, factor, _ranks(optimizer))))
-    if not named:
+    if not (named or known):
         return  # all that has a gradient waits for its metric
-    for name, u in named.items() if any(best.values()) else ():
+    best["own"] = -model.part(factor)
+    for name, u in {**named, "own": known}.items() if any(best.values()) else ():
         for p, w in u.items():
             moved, way = _move_(p, w.mul_(best[name])), optimizer.state[p].get("update")
             rest.displace_(optimizer, p, moved)
             optimizer.state[p]["update"] = moved if way is None else way.add_(moved)
     report.alpha, report.other = -best.get("new", 0.0), -best.get("other", 0.0)
+    report.own = -best["own"] if known else 0.0
     report.factor = factor
     report.steps += 1
     report.stride += 1
@@ -265,6 +271,7 @@ def _measure(
     gradient: Direction,
     named: dict[str, dict[Tensor, Tensor]],
     factor: float,
+    steep: float,
 ) -> dict[str, float]:
     """The coefficients that are best for the model; directions along which a layer would move too far are shortened."""
     ranks, report = _ranks(optimizer), model.report
@@ -274,7 +281,7 @@ def _measure(
     for left in reversed(range(ROUNDS)):
         vars(report).update(vars(before))
         metric = lengths(optimizer, [*named.values()])
-        best = model.coefficients(gradient, named, metric, whole, ranks)
+        best = model.coefficients(gradient, named, metric, whole, steep, ranks)
         excess = _excess(optimizer, [*named.values()], best, ranks) if optimizer.safeguard else {}
         if not excess or not left:
             break

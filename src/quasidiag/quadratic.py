@@ -35,6 +35,8 @@ BOUNDS = 0.01, 10.0
 SHORTEST = 0.1
 #: What two in a row promised is no outlier's: the usual is taken to be no less than a part of it.
 CHANGE = 10.0
+#: The part of their natural step that the criterion's own parameters take.
+OWN = 0.04
 #: Relative, on the diagonal of the system of the coefficients: directions may do the same to the outputs.
 RIDGE = 1e-6
 #: A minibatch's loss is a surprise if it is above the average of the last ones (each new one counts so much) by so many
@@ -49,6 +51,7 @@ class Report:
     Attributes:
         alpha: :math:`α`, the last step's length along its direction.
         other: its length along the direction of the parameters that are in no block.
+        own: the part of their natural step that the criterion's own parameters took.
         damping: :math:`λ`.
         predicted: the change of the loss that the model expected of the last step that it was measured for.
         promise: how much the damped model is lowered by that step at a factor of 1.
@@ -77,6 +80,7 @@ class Report:
 
     alpha: float = 0.0
     other: float = 0.0
+    own: float = 0.0
     damping: float = 0.0
     predicted: float = 0.0
     promise: float = 0.0
@@ -157,9 +161,13 @@ class QuadraticModel:
         named: Mapping[str, Direction],
         metric: Tensor,
         factor: float,
+        steep: float = 0.0,
         ranks: Any = None,
     ) -> list[float]:
-        r"""The best coefficient of each direction *u*, times ``factor``; ``metric`` has their products :math:`u^⊤ M v`."""
+        r"""The best coefficient of each direction *u*, times ``factor``; ``metric`` has their products :math:`u^⊤ M v`.
+
+        ``steep`` is the slope along the natural gradient of the criterion's own parameters.
+        """
         names, directions, k = [*named], [*named.values()], len(named)
         linear = torch.stack([dot(gradient, u) for u in directions])
         fisher = self._fisher(directions)
@@ -168,28 +176,35 @@ class QuadraticModel:
         linear, fisher = numbers[:k], numbers[k:].view(k, k)
         fisher = self._averaged(names, fisher, metric.diagonal())
         best = minimiser(linear, fisher + self.report.damping * metric)
-        self._expect(linear @ best, best @ fisher @ best, best @ metric @ best)
+        self._expect(linear @ best, best @ fisher @ best, best @ metric @ best, steep)
         self.report.coefficients = dict(zip(names, best.tolist()))
         self.report.slopes = dict(zip(names, linear.tolist()))
         best = best * factor
-        self.report.predicted = float(linear @ best + 0.5 * best @ fisher @ best)
+        predicted = float(linear @ best + 0.5 * best @ fisher @ best)
+        self.report.predicted = predicted - steep * _gain(self.part(factor))
         self.report.length = float(best @ metric @ best)
         return best.tolist()
 
-    def _expect(self, slope: Tensor, form: Tensor, length: Tensor) -> None:
+    def part(self, factor: float) -> float:
+        """That of their natural step which the criterion's own parameters take: damped as the others' step is."""
+        whole = self.report.curvature + self.report.damping
+        return OWN * factor * (self.report.curvature / whole if whole > 0 else 1.0)
+
+    def _expect(self, slope: Tensor, form: Tensor, length: Tensor, steep: float = 0.0) -> None:
         """Of a step at a factor of 1. The averages begin with the first one that there is."""
         report, weight = self.report, 1 / min(self.report.steps + 1, STEPS)
         weight = weight if report.usual else 1.0
-        before, report.promise = report.promise, -0.5 * float(slope)
+        if length > 0:
+            report.curvature = float(form / length)
+            most = BOUNDS[1] * report.usual or report.curvature  # more is an outlier's
+            report.usual += weight * (min(report.curvature, most) - report.usual)
+        before = report.promise
+        report.promise = -0.5 * float(slope) + steep * _gain(self.part(1.0))
         if report.promise > 0:
             report.hope += weight * (math.log(report.promise) - report.hope)
             if before > 0:
                 both = math.log(min(before, report.promise))
                 report.hope = max(report.hope, both - math.log(CHANGE))
-        if length > 0:
-            report.curvature = float(form / length)
-            most = BOUNDS[1] * report.usual or report.curvature  # more is an outlier's
-            report.usual += weight * (min(report.curvature, most) - report.usual)
 
     def again(
         self, gradient: Direction, named: Mapping[str, Direction], factor: float, ranks: Any = None
@@ -204,16 +219,9 @@ class QuadraticModel:
         return [part * length[name] * factor for name, part in zip(named, parts)]
 
     def _fisher(self, directions: Sequence[Direction]) -> Tensor:
-        own = self.replay.criterion.parameter_fisher()
-        inner = [{p: u for p, u in d.items() if p not in own} for d in directions]
         total = torch.zeros(len(directions), len(directions), dtype=torch.float64)
         for weight, batch in self.replay.weighted():
-            total += weight * self._form(batch, inner)
-        for i, u in enumerate(directions):
-            for j, v in enumerate(directions):
-                total[i, j] += sum(
-                    (own[p] * u[p] * v[p]).sum().item() for p in own if p in u and p in v
-                )
+            total += weight * self._form(batch, directions)
         return total
 
     def _averaged(self, names: Sequence[str], fisher: Tensor, lengths: Tensor) -> Tensor:
@@ -298,6 +306,11 @@ class QuadraticModel:
         """Within the bounds, or up to ``most`` where that is more: beyond them it halves with every good judgement."""
         low, high = (bound * self.report.usual for bound in BOUNDS)
         self.report.damping = min(max(damping, low), max(high, most))
+
+
+def _gain(part: float) -> float:
+    """What a part of the natural step lowers the loss by, for a slope of one along the whole."""
+    return part * (1 - part / 2)
 
 
 def before_way(p: Tensor, u: Tensor) -> Tensor:

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 import quasidiag as qd
 from nets import OUTPUTS, STD, batch, criterion, linear_layers, mlp
 from quasidiag.auto import reach
-from quasidiag.quadratic import DECAY, FORMS, RISE, SHORTEST, minimiser
+from quasidiag.quadratic import DECAY, FORMS, OWN, RISE, SHORTEST, minimiser
 from quasidiag.reductions import safeguarded
 from quasidiag.reference import completion
 
@@ -222,12 +222,11 @@ def test_a_promise_beyond_the_usual_excuses_no_harm() -> None:
         assert judge.judge(back) == harm
 
 
-def test_learned_deviations_enter_the_model() -> None:
+def test_learned_deviations_take_a_part_of_their_natural_step() -> None:
     """The Fisher information of ln σ is 2, and nothing lies between the network and σ."""
     model, loss = mlp(*SIZES), qd.LearnedGaussian(SIZES[-1]).double()
     optimizer = qd.Riemannian(model, loss)
     assert optimizer.auto is not None
-    previous: Tensor | None = None
     for step in range(3):
         x, t = batch("gaussian", 40, SIZES[0], SIZES[-1], seed=step)
         parameters = [*model.parameters(), loss.log_std]
@@ -243,11 +242,12 @@ def test_learned_deviations_enter_the_model() -> None:
         g = flat(p.grad for p in parameters)
         predicted = g @ taken + 0.5 * taken @ fisher @ taken
         torch.testing.assert_close(optimizer.auto.predicted, float(predicted))
+        whole = optimizer.auto.curvature + optimizer.auto.damping
+        damped = optimizer.auto.curvature / whole
+        assert 0.9 < damped < (1 if step else 1.01)
         optimizer.auto.forms = {}  # no average with those of this step
-        if previous is None:
-            expected = -optimizer.auto.alpha * g[-3:] / 2
-            torch.testing.assert_close(taken[-3:], expected)
-        previous = taken
+        torch.testing.assert_close(taken[-3:], -OWN * damped * g[-3:] / 2)
+        assert optimizer.auto.own == pytest.approx(OWN * damped)
 
 
 def test_ignored_targets_do_not_count() -> None:

@@ -107,23 +107,14 @@ def test_the_average_reaches_back_over_a_part_of_the_training() -> None:
 
 
 def test_what_gets_its_first_gradient_late_is_averaged_over_what_there_is() -> None:
-    """The direction of a criterion's own parameters is as long as their gradient, not a part of it."""
-    model, loss = mlp(*SIZES), qd.LearnedGaussian(SIZES[-1])
-    rule = qd.Riemannian(model, loss, lr=0.05, step="auto", averaged=False)
-    std = next(iter(loss.parameters()))
-    x, _ = samples(0)
-    t = torch.tanh(x[:, :3])
-    loss.requires_grad_(False)
-    for _ in range(auto.AT_FIRST):
-        train(rule, x, t)
-    report = rule.auto
-    assert report is not None
-    report.steps = 10**6
-    loss.requires_grad_(True)
-    before = std.detach().clone()
-    train(rule, x, t)
-    fisher = loss.parameter_fisher()[std]
-    torch.testing.assert_close(before - std.detach(), report.alpha * std.grad / fisher)
+    """It is not a thirtieth of itself: weights are relative to their sum, the newest gradient counting twice."""
+    state: dict[str, Any] = {}
+    first, second = torch.randn(2, 5, dtype=torch.float64)
+    new = 1 / auto.MOST
+    torch.testing.assert_close(auto.average_(state, first, new), first)
+    weights = torch.tensor([(1 - new) ** 2 * new, (1 - new) * new + new], dtype=torch.float64)
+    expected = (weights / weights.sum()) @ torch.stack([first, second])
+    torch.testing.assert_close(auto.average_(state, second, new), expected)
 
 
 def test_the_way_is_the_sum_of_the_steps_and_is_judged_as_a_whole() -> None:
