@@ -523,5 +523,7 @@ class Riemannian(Saved):
     def _count(self, steps: int) -> None:
         # In the param group too, because torch.distributed.checkpoint saves nothing else.
         self.steps = self.param_groups[0]["steps"] = steps
+        if self.auto is not None:
+            self.param_groups[0]["report"] = self.auto.written()
         self._collector.schedule(auto.metric_due(self) or bool(self._late))
         self._collector.next_step(steps)

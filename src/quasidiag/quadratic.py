@@ -9,9 +9,10 @@ judged on the next minibatch, which they have not seen, and those that did great
 
 from __future__ import annotations
 
+import json
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from typing import Any
 
 import torch
@@ -115,6 +116,16 @@ class Report:
         if "stride" not in kept and report.promise > 0:
             report.stride = 1
         return report
+
+    def written(self) -> str:
+        """As one line, which a checkpoint keeps whole."""
+        return json.dumps(asdict(self))
+
+    @staticmethod
+    def read(line: str | None) -> dict[str, Any]:
+        """What :meth:`saved` wants, from such a line."""
+        found: dict[str, Any] = json.loads(line or "{}")
+        return found
 
     def surprised(self, loss: float) -> bool:
         """Whether this loss is higher than the last minibatches', by more than they differ. It is then one of them."""

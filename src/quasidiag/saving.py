@@ -69,8 +69,9 @@ class Saved(Optimizer):
             for key, value in state_dict["state"].get(index, {}).items():
                 if isinstance(value, Tensor):
                     self.state[parameter][key] = value.to(parameter.device, copy=True)
-        if self.auto is not None and state_dict.get("auto"):
-            vars(self.auto).update(vars(Report.saved(state_dict["auto"])))
+        report = state_dict.get("auto") or Report.read(self.param_groups[0].get("report"))
+        if self.auto is not None and report:
+            vars(self.auto).update(vars(Report.saved(report)))
         self._count(state_dict.get("steps", self.param_groups[0].get("steps", 0)))
         self._group = {p: group for group in self.param_groups for p in group["params"]}
         self._complete()

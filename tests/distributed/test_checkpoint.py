@@ -71,3 +71,22 @@ def test_a_checkpoint_before_the_first_step_leaves_no_trace(tmp_path: Path) -> N
     restore(network, rule, str(tmp_path))
     train(network, rule, batches(), criterion)
     same(numbers(network), alone(METRIC))
+
+
+@without_ranks
+def test_the_report_of_a_step_without_a_learning_rate(tmp_path: Path) -> None:
+    """What is averaged begins anew; damping, curvature and the number of steps do not."""
+    network, criterion = model(), qd.Categorical()
+    rule = qd.Riemannian(network, criterion)
+    train(network, rule, batches() * 5, criterion)
+    weights, state = get_state_dict(network, rule)
+    dcp.save({"model": weights, "optimizer": state}, checkpoint_id=tmp_path)
+    other = model()
+    resumed = qd.Riemannian(other, criterion)
+    restore(other, resumed, str(tmp_path))
+    same(numbers(other), numbers(network))
+    assert rule.auto is not None and resumed.auto is not None
+    assert resumed.auto.written() == rule.auto.written()
+    assert rule.auto.steps >= 5 and rule.auto.damping > 0
+    train(other, resumed, batches(), criterion)
+    assert resumed.auto.steps > rule.auto.steps
