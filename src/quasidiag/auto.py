@@ -212,10 +212,7 @@ def _diagonal(optimizer: Riemannian) -> dict[Tensor, Tensor]:
 
 def descend_(optimizer: Riemannian, model: QuadraticModel, measures: bool) -> None:
     r""":math:`θ ← θ - α d`. A group's ``lr`` multiplies the whole step of its parameters."""
-    report, parts = model.report, _parts(optimizer)
-    factor = max(float(group["lr"]) for group in optimizer.param_groups)
-    factor *= min(1.0, FIRST + (1 - FIRST) * report.steps / WARM_UP)
-    factor *= _noise(model, _ranks(optimizer))
+    report, parts, factor = model.report, _parts(optimizer), _factor(optimizer, model)
     gradient: Direction = {
         p: optimizer._gradient(p) for p in optimizer._group if p.grad is not None
     }
@@ -235,27 +232,31 @@ def descend_(optimizer: Riemannian, model: QuadraticModel, measures: bool) -> No
         report.stride, report.parts = 0, parts
     else:
         best = dict(zip(named, model.again(gradient, named, factor, _ranks(optimizer))))
-    if not (named or known):
+    if not named and not known:
         return  # all that has a gradient waits for its metric
-    best["own"] = -model.part(factor)
-    for name, u in {**named, "own": known}.items() if any(best.values()) else ():
+    if known:
+        named["own"], best["own"] = known, -model.part(factor)
+    for name, u in named.items() if any(best.values()) else ():
         for p, w in u.items():
             moved, way = _move_(p, w.mul_(best[name])), optimizer.state[p].get("update")
             rest.displace_(optimizer, p, moved)
             optimizer.state[p]["update"] = moved if way is None else way.add_(moved)
-    report.alpha, report.other = -best.get("new", 0.0), -best.get("other", 0.0)
-    report.own = -best["own"] if known else 0.0
+    report.alpha, report.other, report.own = (
+        -best.get(name, 0.0) for name in ("new", "other", "own")
+    )
     report.factor = factor
     report.steps += 1
     report.stride += 1
 
 
-def _noise(model: QuadraticModel, ranks: Any) -> float:
-    """What the noise of a small minibatch shortens the step by."""
+def _factor(optimizer: Riemannian, model: QuadraticModel) -> float:
+    """What the step is multiplied by: the largest ``lr``, less at first, less for the noise of a small minibatch."""
     report, before = model.report, model.report.data
-    terms, report.data = model.content(FULL, ranks)
+    factor = max(float(group["lr"]) for group in optimizer.param_groups)
+    factor *= min(1.0, FIRST + (1 - FIRST) * report.steps / WARM_UP)
+    terms, report.data = model.content(FULL, _ranks(optimizer))
     same = math.isclose(report.data, before, rel_tol=SAME)
-    return 1.0 if same else min(1.0, math.sqrt(terms / FULL))
+    return factor if same else factor * min(1.0, math.sqrt(terms / FULL))
 
 
 def _move_(p: Tensor, w: Tensor) -> Tensor:
