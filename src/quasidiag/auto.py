@@ -47,7 +47,7 @@ FIRST, WARM_UP = 0.2, 40
 #: is mostly that part, and its step is shorter: by the square root of how much smaller it is. A minibatch that is the same
 #: as the last one, as in full-batch training, is no sample and has no noise.
 FULL = 500
-#: The squares of the data in a minibatch are its fingerprint: they add up to the same in any order, but for this part.
+#: The fingerprint of the same samples in another order differs by no more than this part.
 SAME = 1e-9
 #: No layer moves by more than so many times its own weights: what little it has to say may be far from linear. Directions
 #: are shortened and measured anew so often. As this depends on the encoding, it is one of the safeguards.
@@ -108,8 +108,7 @@ def retreat_(optimizer: Riemannian, model: QuadraticModel) -> bool:
     for p, u in update.items():
         if p.requires_grad:  # or it was frozen where it is
             p.copy_(before_way(p, u))
-            for key in ("apart", "ahead"):  # an average of bad places is no better
-                optimizer.state[p].pop(key, None)
+            rest.forget_(optimizer.state[p])  # an average of bad places is no better
         del optimizer.state[p]["update"]
     report.length, report.stride, report.steady = 0.0, 0, False
     report.retreats += 1
@@ -220,11 +219,13 @@ def descend_(optimizer: Riemannian, model: QuadraticModel, measures: bool) -> No
     named = {"new": propose(optimizer, gradient), "other": other}
     named = {name: u for name, u in named.items() if u}
     known = own(optimizer, gradient)
-    # The directions of a group with a smaller factor are that much shorter.
-    for group, part in zip(optimizer.param_groups, parts):
-        for u in (*named.values(), known) if part != 1 else ():
-            for p in u.keys() & set(group["params"]):
-                u[p].mul_(part)
+    # The parameters of a group with a smaller factor move that much less: within a direction, and all of it.
+    part_of = {p: part for g, part in zip(optimizer.param_groups, parts) for p in g["params"]}
+    largest = {name: max(part_of[p] for p in u) for name, u in named.items()}
+    for name, u in {**named, "own": known}.items():
+        for p in u:
+            part = part_of[p] / (largest.get(name, 1.0) or 1.0)
+            u[p] = u[p] if part == 1 else u[p] * part
     if measures:
         for p in _way(optimizer):
             del optimizer.state[p]["update"]
@@ -234,6 +235,7 @@ def descend_(optimizer: Riemannian, model: QuadraticModel, measures: bool) -> No
         best = dict(zip(named, model.again(gradient, named, factor, _ranks(optimizer))))
     if not named and not known:
         return  # all that has a gradient waits for its metric
+    best = {name: length * largest[name] for name, length in best.items()}
     if known:
         named["own"], best["own"] = known, -model.part(factor)
     for name, u in named.items() if any(best.values()) else ():
@@ -277,6 +279,7 @@ def _measure(
     """The coefficients that are best for the model; directions along which a layer would move too far are shortened."""
     ranks, report = _ranks(optimizer), model.report
     if not named:
+        report.steady, report.promise, report.predicted, report.length = False, 0.0, 0.0, 0.0
         return {}
     before, whole = replace(report), factor
     for left in reversed(range(ROUNDS)):

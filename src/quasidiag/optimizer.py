@@ -221,8 +221,6 @@ class Riemannian(Saved):
             replay = Replay(self.model, self.criterion)
             self._model = QuadraticModel(replay, self.step_fraction, self.auto)
             self._handle = self.model.register_forward_pre_hook(Hook(self._lead))
-        #: Of the parameters as they were left at rest.
-        self._norms: dict[Tensor, Tensor] = {}
         self._count(self.steps)
 
     def _find(self) -> None:
@@ -277,7 +275,7 @@ class Riemannian(Saved):
                 if [*map(id, known)] != [*map(id, block.parameters)]:
                     for p in block.parameters:
                         kept = self.state[p]
-                        stays = ("momentum", "apart", "ahead")
+                        stays = ("momentum", "apart", "ahead", "norm")
                         self.state[p] = {k: kept[k] for k in stays if k in kept}
             self._watch()
 
@@ -292,6 +290,14 @@ class Riemannian(Saved):
         if placeholder.wanted(self):
             placeholder.fill_(self)
             return loss
+        try:
+            self._step()
+        finally:
+            rest.settle_(self)
+        self._forget()
+        return loss
+
+    def _step(self) -> None:
         with self._full_precision():
             usable = ready(self)
             if self._model is not None:
@@ -310,9 +316,6 @@ class Riemannian(Saved):
                 together.apply_(self, self._directions(batches, done))
             if usable:
                 self._project_()
-        rest.settle_(self)
-        self._forget()
-        return loss
 
     @torch._disable_dynamo
     @torch.no_grad()
@@ -410,7 +413,8 @@ class Riemannian(Saved):
 
     def _update_metric(self) -> None:
         r""":math:`M ← (1-γ) M + γ M_b`."""
-        if not (self._collector.due and self._blocks):
+        alone = self._exchange is None  # or all ranks take part, whatever each has seen
+        if not (self._collector.due and self._blocks) or (alone and not self._collector.passes):
             return
         factor = self._collector.factor()
         if self._exchange is not None:

@@ -68,7 +68,7 @@ class Report:
         retreats: how often steps were taken back.
         factor: what the last step was multiplied by: the ``lr``, less at first and for small minibatches.
         samples: how many it saw, on the average rank.
-        data: the squares of its inputs and targets, added up.
+        data: what tells its data from others.
         level: the average of the last minibatches' losses.
         spread: their variance.
         losses: how many there were.
@@ -274,9 +274,9 @@ class QuadraticModel:
         return samples, loss
 
     def content(self, few: int, ranks: Any = None) -> tuple[float, float]:
-        """How many terms this step's losses have on all ranks, and the squares of its data, added up, if those are few."""
+        """How many terms this step's losses have on all ranks, and if those are few, what tells its data from others."""
         terms = self.replay.size()
-        data = self.replay.squares() if terms < few else 0.0
+        data = self.replay.fingerprint() if terms < few else 0.0
         numbers = mean(torch.tensor([terms, data], dtype=torch.float64), ranks)
         terms, data = (numbers * distributed.size(ranks)).tolist()
         return terms, data

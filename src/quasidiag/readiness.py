@@ -47,8 +47,9 @@ def ready(optimizer: Riemannian) -> bool:
     if usable and collector.passes and isinstance(collector.total, int) and not collector.total:
         raise RuntimeError("the minibatch is empty: there is no sample in it to go by")
     if collector.due:
-        if usable and not collector.passes and exchange is None and optimizer._blocks:
-            raise RuntimeError(why_unseen(optimizer, optimizer._blocks[0]))
+        moving = [b for b in optimizer._blocks if any(p.grad is not None for p in b.parameters)]
+        if usable and not collector.passes and exchange is None and moving:
+            raise RuntimeError(why_unseen(optimizer, moving[0]))
         for block in optimizer._blocks:
             unseen = block not in seen and not optimizer._started(block)
             if unseen and block.home.grad is not None:

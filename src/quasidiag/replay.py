@@ -322,14 +322,16 @@ class Replay:
         """How many terms the losses of this step's minibatches are the means of."""
         return sum({batch.call: self.terms(batch) for batch in self._used}.values())
 
-    def squares(self) -> float:
-        """Those of all inputs and targets of this step, added up: the same in whatever order the samples come."""
-        calls = {batch.call: batch.target for batch in self._used}
-        data = [x for call, t in calls.items() for x in tensors((call.arguments, t))]
-        plain = (
-            x for x in data if x.layout == torch.strided and not (x.is_complex() or x.is_nested)
-        )
-        return sum(float(x.double().square().sum()) for x in plain)
+    def fingerprint(self) -> float:
+        """The same for the same samples, in whatever order; nan, which is like nothing, where no input is seen."""
+        found = 0.0
+        for call, t in {batch.call: batch.target for batch in self._used}.items():
+            inputs = [x for x in tensors(call.arguments) if _rows(x) == _rows(t) != 0]
+            if not inputs or not _rows(t):
+                return math.nan
+            seen = torch.stack([_projected(x, k).cpu() for k, x in enumerate([t, *inputs])])
+            found += float(seen.sum(0).square().sum())
+        return found
 
     @property
     def _module(self) -> nn.Module:
@@ -416,3 +418,17 @@ def _detached(tree: Any) -> Any:
 def _versions(tree: Any) -> list[int]:
     """How often each tensor was written to; those made under ``inference_mode`` do not say."""
     return [-1 if x.is_inference() else x._version for x in tensors(tree)]
+
+
+def _rows(x: Tensor) -> int:
+    """How many samples a plain tensor may hold, one after the other."""
+    plain = x.layout == torch.strided and not (x.is_complex() or x.is_nested or x.is_meta)
+    return len(x) if plain and x.dim() else 0
+
+
+def _projected(x: Tensor, phase: int) -> Tensor:
+    """Each sample as one number, by weights that have no pattern."""
+    rows = (x if x.dim() > 1 else x.unsqueeze(1)).detach().flatten(1).double()
+    rows = rows.nan_to_num(0.0, 0.0, 0.0)
+    weights = torch.cos(1.7 * torch.arange(rows.shape[1], device=x.device).double() ** 1.1 + phase)
+    return rows @ weights

@@ -14,7 +14,7 @@ masked, loaded) stays where it was put, and training goes on from there.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -58,7 +58,13 @@ def lead_(optimizer: Riemannian) -> None:
     for p in parameters:
         state[p]["ahead"] = True
         if not optimizer.averaged:  # but whoever saved this state did
-            del state[p]["apart"], state[p]["ahead"]
+            forget_(state[p])
+
+
+def forget_(state: dict[str, Any]) -> None:
+    """Let a parameter be where it is."""
+    for key in ("apart", "ahead", "norm"):
+        state.pop(key, None)
 
 
 def settle_(optimizer: Riemannian) -> None:
@@ -69,7 +75,7 @@ def settle_(optimizer: Riemannian) -> None:
     state, data = optimizer.state, [p.data for p in parameters]
     torch._foreach_sub_(data, [state[p]["apart"] for p in parameters])
     for p, norm in zip(parameters, torch._foreach_norm(data)):
-        state[p]["ahead"], optimizer._norms[p] = False, norm
+        state[p]["ahead"], state[p]["norm"] = False, norm
 
 
 def _of(optimizer: Riemannian, ahead: bool) -> list[Tensor]:
@@ -85,12 +91,9 @@ def _of(optimizer: Riemannian, ahead: bool) -> list[Tensor]:
 
 def _changed(optimizer: Riemannian, parameters: list[Tensor]) -> list[Tensor]:
     """Those that are not as they were left. Their norm tells: what is written into ``data`` leaves no other trace."""
-    known = [p for p in parameters if p in optimizer._norms]
-    if not known:
-        return []
-    now = _together(torch._foreach_norm([p.data for p in known]))
-    left = now == _together([optimizer._norms[p] for p in known])
-    return [p for p, same in zip(known, left.tolist()) if not same]
+    now = _together(torch._foreach_norm([p.data for p in parameters]))
+    left = now == _together([optimizer.state[p]["norm"] for p in parameters])
+    return [p for p, same in zip(parameters, left.tolist()) if not same]
 
 
 def _together(norms: Sequence[Tensor]) -> Tensor:

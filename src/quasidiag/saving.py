@@ -32,7 +32,6 @@ class Saved(Optimizer):
     _collector: Collector
     _blocks: list[DiagonalBlock]
     _group: dict[Any, dict[str, Any]]
-    _norms: dict[Tensor, Tensor]
 
     @abstractmethod
     def _attach(self) -> None:
@@ -75,7 +74,6 @@ class Saved(Optimizer):
         self._count(state_dict.get("steps", self.param_groups[0].get("steps", 0)))
         self._group = {p: group for group in self.param_groups for p in group["params"]}
         self._complete()
-        self._norms.clear()  # the model is loaded as well, before or after
         self._restart()
         if state_dict.get("generator") is not None:
             self._collector.set_generator(state_dict["generator"], parameters[0].device)

@@ -250,6 +250,40 @@ def test_learned_deviations_take_a_part_of_their_natural_step() -> None:
         assert optimizer.auto.own == pytest.approx(OWN * damped)
 
 
+@pytest.mark.parametrize("slow", ["network", "deviations"])
+def test_a_group_that_is_a_direction_of_its_own_has_its_own_factor(slow: str) -> None:
+    found = []
+    for lr in (1.0, 0.01):
+        model, loss = mlp(*SIZES), qd.LearnedGaussian(SIZES[-1]).double()
+        groups = [
+            {"params": [*model.parameters()], "lr": lr if slow == "network" else 1.0},
+            {"params": [loss.log_std], "lr": lr if slow == "deviations" else 1.0},
+        ]
+        optimizer = qd.Riemannian(model, loss, step="auto", params=groups)
+        before = flat([*model.parameters()]), flat([loss.log_std])
+        x, t = batch("gaussian", 40, SIZES[0], SIZES[-1])
+        loss(model(x), t).backward()
+        optimizer.step()
+        found.append((flat(model.parameters()) - before[0], flat([loss.log_std]) - before[1]))
+    (whole, own), (less, other) = found
+    part = (0.01, 1.0) if slow == "network" else (1.0, 0.01)
+    torch.testing.assert_close(less, part[0] * whole)
+    torch.testing.assert_close(other, part[1] * own)
+
+
+def test_deviations_are_learned_with_a_frozen_network() -> None:
+    model, loss = mlp(*SIZES), qd.LearnedGaussian(SIZES[-1]).double()
+    optimizer = qd.Riemannian(model, loss)
+    x, t = batch("gaussian", 40, SIZES[0], SIZES[-1])
+    for step in range(200):
+        model.requires_grad_(step < 6)
+        optimizer.zero_grad()
+        loss(model(x), t).backward()
+        optimizer.step()
+    errors = (model(x) - t).detach().square().mean(0).sqrt()
+    torch.testing.assert_close(loss.std.detach(), errors, rtol=0.05, atol=0.0)
+
+
 def test_ignored_targets_do_not_count() -> None:
     x, t = batch("categorical", 40, SIZES[0], SIZES[-1])
     mixed = t.clone()

@@ -136,6 +136,27 @@ def test_weights_that_are_masked_after_each_step_are_masked_in_training() -> Non
         first.data.mul_(mask)
 
 
+def test_masks_hold_after_a_resume() -> None:
+    rule, resumed = late(), rule_of()
+    first, second = (next(iter(r.model.parameters())) for r in (rule, resumed))
+    mask = (torch.arange(first.numel()) % 3 > 0).view_as(first)
+    first.data.mul_(mask)
+    resumed.model.load_state_dict(rule.model.state_dict())
+    resumed.load_state_dict(rule.state_dict())
+    backward(resumed, 0)
+    assert not second.detach()[~mask].any()
+
+
+def test_an_error_in_the_step_leaves_the_parameters_at_rest() -> None:
+    rule = late(nonfinite="raise")
+    at_rest = now(rule)
+    backward(rule, 0)
+    next(iter(rule.model.parameters())).grad = torch.full((8, 5), float("nan"), dtype=torch.float64)
+    with pytest.raises(FloatingPointError, match="finite"):
+        rule.step()
+    torch.testing.assert_close(now(rule), at_rest, rtol=1e-12, atol=1e-12)
+
+
 def test_a_penalty_on_the_weights_at_rest_is_backpropagated_with_the_loss() -> None:
     """Its graph was made before the forward pass that moves the parameters ahead."""
     rule, (x, t) = late(), samples(0)

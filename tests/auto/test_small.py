@@ -63,3 +63,35 @@ def test_positions_of_a_sequence_are_terms_of_the_loss() -> None:
     ]
     found = factors(mlp(*SIZES), minibatches)
     assert found == pytest.approx([math.sqrt(120 / auto.FULL)] * 2)
+
+
+def test_samples_that_look_alike_are_told_apart() -> None:
+    """Signs, whose squares are all one, and classes in the same numbers."""
+    minibatches = []
+    for seed in range(20):
+        generator = torch.Generator().manual_seed(seed)
+        x = torch.randint(2, (30, SIZES[0]), generator=generator).double() * 2 - 1
+        minibatches.append((x, torch.arange(30) % 3))
+    found = factors(mlp(*SIZES), minibatches)
+    assert found == pytest.approx([math.sqrt(30 / auto.FULL)] * 20)
+
+
+def test_arguments_that_are_no_samples_do_not_count() -> None:
+    class Masked(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.net = mlp(*SIZES)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.net(x[0])
+
+    mask = torch.full((7, 7), float("-inf"), dtype=torch.float64)
+    model, criterion = Masked(), qd.Categorical()
+    rule = qd.Riemannian(model, criterion)
+    assert rule.auto is not None
+    for seed in range(6):
+        x, t = samples(40, seed)
+        rule.zero_grad()
+        criterion(model((x, mask)), t).backward()
+        rule.step()
+        assert rule.auto.factor == pytest.approx(math.sqrt(40 / auto.FULL))
