@@ -251,6 +251,18 @@ def descend_(optimizer: Riemannian, model: QuadraticModel, measures: bool) -> No
     report.stride += 1
 
 
+def project_(optimizer: Riemannian) -> None:
+    """Bring the criterion's parameters into their bounds; an update is what they moved by in the end."""
+    if optimizer.criterion is None:
+        return
+    own = [p for p in optimizer.criterion.parameters() if "update" in optimizer.state.get(p, {})]
+    before = [p.clone() for p in own]
+    optimizer.criterion.project_()
+    for p, old in zip(own, before):
+        optimizer.state[p]["update"].add_(p - old)
+        rest.correct_(optimizer, p, p - old)
+
+
 def _factor(optimizer: Riemannian, model: QuadraticModel) -> float:
     """What the step is multiplied by: the largest ``lr``, less at first, less for the noise of a small minibatch."""
     report, before = model.report, model.report.data

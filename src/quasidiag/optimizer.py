@@ -20,7 +20,7 @@ from quasidiag.quadratic import QuadraticModel, Report
 from quasidiag.readiness import idle, ready, warn_of_others
 from quasidiag.replay import Replay
 from quasidiag.saving import Saved
-from quasidiag.sharding import is_sharded, like, local, rows_of
+from quasidiag.sharding import is_sharded
 from quasidiag.sums import Sums, dtype_of
 from quasidiag.units import find_units
 
@@ -157,12 +157,7 @@ class Riemannian(Saved):
             metric_fraction=metric_fraction,
             **chosen._asdict(),
         )
-        for name, value in (
-            ("foreach", foreach),
-            ("orthogonal", orthogonal),
-            ("averaged", averaged),
-        ):
-            validate.one_of(name, value, (None, True, False))
+        validate.flags(foreach=foreach, orthogonal=orthogonal, averaged=averaged)
         if step == "auto":
             validate.auto(model, criterion, capturable)
         elif orthogonal:
@@ -315,7 +310,7 @@ class Riemannian(Saved):
                 done |= {block for block in alone if self._descend_(block)}
                 together.apply_(self, self._directions(batches, done))
             if usable:
-                self._project_()
+                auto.project_(self)
 
     @torch._disable_dynamo
     @torch.no_grad()
@@ -467,27 +462,12 @@ class Riemannian(Saved):
             if block is not batch[0] or block in without or not self._known(block):
                 continue
             if any(p.grad is not None for p in block.parameters):
-                yield from self._solved(batch)
+                yield from together.solved(self, batch)
         if self.criterion is not None:
             for p, fisher in self.criterion.parameter_fisher().items():
                 if p in self._group and p.grad is not None:
                     yield p, self._gradient(p) / (fisher + self._group[p]["eps"])
         yield from together.others(self)
-
-    def _solved(self, batch: list[DiagonalBlock]) -> Iterator[tuple[nn.Parameter, Tensor]]:
-        block, group = batch[0], self._group[batch[0].home]
-        dtype, damping = dtype_of(block, self.state), (group["eps"], group["floor"])
-        gradients = [[local(self._gradient(p)).to(dtype) for p in b.parameters] for b in batch]
-        if len(batch) > 1:
-            solved = block.solve_together(batch, self.state, gradients, *damping)
-        else:
-            rows, state = rows_of(block, self.state)
-            whole = all(p.grad is not None for p in block.parameters)
-            solved = [(rows.solve if whole else rows.solve_part)(state, gradients[0], *damping)]
-        for block, ws in zip(batch, solved):
-            for p, w in zip(block.parameters, ws):
-                if p.grad is not None:
-                    yield p, like(w, p)
 
     def _gradient(self, parameter: Tensor) -> Tensor:
         """The gradient of the mean loss, in the metric's precision, downhill."""
@@ -498,21 +478,6 @@ class Riemannian(Saved):
         if self.criterion is None and self.loss_reduction == "sum":
             gradient = gradient / self._collector.total
         return -gradient if self._group[parameter]["maximize"] else gradient
-
-    def _project_(self) -> None:
-        """Bring the criterion's parameters into their bounds; an update is what they moved by in the end."""
-        if self.criterion is None:
-            return
-        updates = {
-            p: self.state[p].get("update") for p in self.criterion.parameters() if p in self.state
-        }
-        before = {p: p.clone() for p, update in updates.items() if update is not None}
-        self.criterion.project_()
-        for p, old in before.items():
-            self.state[p]["update"].add_(p - old)
-            if "apart" in self.state[p] and self.auto is not None:
-                part = 1 - 1 / rest.window(self.auto.steps)
-                self.state[p]["apart"].add_(p - old, alpha=part)
 
     def _forget(self) -> None:
         """No reference to the batch survives the step."""
@@ -527,7 +492,5 @@ class Riemannian(Saved):
     def _count(self, steps: int) -> None:
         # In the param group too, because torch.distributed.checkpoint saves nothing else.
         self.steps = self.param_groups[0]["steps"] = steps
-        if self.auto is not None:
-            self.param_groups[0]["report"] = self.auto.written()
         self._collector.schedule(auto.metric_due(self) or bool(self._late))
         self._collector.next_step(steps)

@@ -43,6 +43,13 @@ def displace_(optimizer: Riemannian, p: Tensor, moved: Tensor) -> None:
         state["apart"], state["ahead"] = moved * keep, True
 
 
+def correct_(optimizer: Riemannian, p: Tensor, moved: Tensor) -> None:
+    """The step that has just been taken led elsewhere, by so much."""
+    assert optimizer.auto is not None
+    if "apart" in optimizer.state[p]:
+        optimizer.state[p]["apart"].add_(moved, alpha=1 - 1 / window(optimizer.auto.steps))
+
+
 def lead_(optimizer: Riemannian) -> None:
     """Move ahead to where training is, :math:`z = x + e`.
 

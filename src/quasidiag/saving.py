@@ -47,9 +47,11 @@ class Saved(Optimizer):
 
     def state_dict(self) -> dict[str, Any]:
         """As ``torch.optim``, and the place of the Monte Carlo generator."""
-        generator = self._collector.generator
+        generator, saved = self._collector.generator, super().state_dict()
+        if self.auto is not None:  # torch.distributed.checkpoint saves nothing but state and groups
+            saved["param_groups"][0]["report"] = self.auto.written()
         return {
-            **super().state_dict(),
+            **saved,
             "version": VERSION,
             "steps": self.steps,
             "auto": None if self.auto is None else asdict(self.auto),

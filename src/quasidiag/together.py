@@ -15,7 +15,8 @@ from torch import Tensor, nn
 
 from quasidiag.blocks import DiagonalBlock, Update
 from quasidiag.kernels.rule import Rule
-from quasidiag.sharding import local, rows_of
+from quasidiag.sharding import like, local, rows_of
+from quasidiag.sums import dtype_of
 
 if TYPE_CHECKING:
     from quasidiag.optimizer import Riemannian
@@ -189,3 +190,22 @@ def _sorted(
             yield [(p, w)], False
     for batch in waiting.values():
         yield batch, True
+
+
+def solved(
+    optimizer: Riemannian, batch: list[DiagonalBlock]
+) -> Iterator[tuple[nn.Parameter, Tensor]]:
+    """The Riemannian gradients of blocks that are solved with one call."""
+    block, group = batch[0], optimizer._group[batch[0].home]
+    dtype, damping = dtype_of(block, optimizer.state), (group["eps"], group["floor"])
+    gradients = [[local(optimizer._gradient(p)).to(dtype) for p in b.parameters] for b in batch]
+    if len(batch) > 1:
+        found = block.solve_together(batch, optimizer.state, gradients, *damping)
+    else:
+        rows, state = rows_of(block, optimizer.state)
+        whole = all(p.grad is not None for p in block.parameters)
+        found = [(rows.solve if whole else rows.solve_part)(state, gradients[0], *damping)]
+    for block, ws in zip(batch, found):
+        for p, w in zip(block.parameters, ws):
+            if p.grad is not None:
+                yield p, like(w, p)

@@ -28,6 +28,12 @@ def one_of(name: str, value: object, choices: Iterable[object]) -> None:
         raise ValueError(f"{name} must be one of {', '.join(map(repr, choices))}, not {value!r}")
 
 
+def flags(**given: object) -> None:
+    """Each is yes, no, or left to us."""
+    for name, value in given.items():
+        one_of(name, value, (None, True, False))
+
+
 def whole(name: str, value: object) -> None:
     """``value`` is a whole number of at least 1."""
     if not isinstance(value, int) or isinstance(value, bool) or value < 1:
