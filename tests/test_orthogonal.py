@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 import pytest
 import torch
 from torch import Tensor, nn
@@ -22,6 +24,7 @@ from quasidiag.orthogonal import (
     newton_schulz,
     of_length,
 )
+from quasidiag.proportions import POWER
 
 SHAPES = [(6, 6), (4, 9), (9, 4), (1, 5), (5, 1)]
 
@@ -141,6 +144,18 @@ def slow_direction(optimizer: qd.Riemannian, layer: nn.Linear, v: Tensor) -> Ten
     return torch.cat([bias.unsqueeze(1), weights], dim=1)
 
 
+def slow_proportions(optimizer: qd.Riemannian, weights: list[Tensor]) -> list[float]:
+    """How far each layer goes: by the length of its weights in the metric, per unit, from the moments."""
+    found = []
+    for layer, w in zip(linear_layers(optimizer.model), weights):
+        moments = optimizer.moments(layer)
+        assert moments.m00 is not None and moments.m0i is not None and moments.mii is not None
+        variance = moments.mii - moments.m0i.square() / moments.m00.unsqueeze(1)
+        found.append(float((variance * w[:, 1:].square()).sum()) / len(w))
+    middle = math.prod(found) ** (1 / len(found))
+    return [(x / middle) ** (POWER / 2) for x in found]
+
+
 def test_the_step_is_the_averaged_gradient_with_its_strengths_equalised() -> None:
     model, loss = mlp(5, 6, 3, activation="tanh"), qd.Categorical()
     optimizer = qd.Riemannian(
@@ -159,11 +174,13 @@ def test_the_step_is_the_averaged_gradient_with_its_strengths_equalised() -> Non
         report = optimizer.auto
         assert report is not None and report.retreats == 0
         taken = [joint(y, "data") - b for y, b in zip(linear_layers(model), before)]
+        proportions = slow_proportions(optimizer, before)
+        assert report.proportions == pytest.approx(proportions)
         for i, layer in enumerate(linear_layers(model)):
             g = joint(layer, "grad")
             averages[i] = (1 - new) * averages[i] + new * g
             v = (1 - new) * averages[i] + new * g
-            expected = -report.alpha * slow_direction(optimizer, layer, v)
+            expected = -report.alpha * proportions[i] * slow_direction(optimizer, layer, v)
             torch.testing.assert_close(taken[i], expected, rtol=1e-6, atol=1e-9)
 
 

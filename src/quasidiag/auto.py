@@ -25,7 +25,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 from torch import Tensor
 
-from quasidiag import orthogonal, rest, together
+from quasidiag import orthogonal, proportions, rest, together
 from quasidiag.blocks import DiagonalBlock
 from quasidiag.quadratic import QuadraticModel, Report, before_way, dot, mean
 from quasidiag.replay import Direction
@@ -40,13 +40,13 @@ PART, FEWEST, MOST = 50, 5.0, 30.0
 NEARLY = 0.999
 #: Metric and model are measured in each of the first steps, while the network changes quickly.
 AT_FIRST = 4
-#: The first step is so much shorter, and so many later none is: long first steps lead to where the loss is sharply
-#: curved, and all that follow must be short.
-FIRST, WARM_UP = 0.2, 40
 #: A minibatch with so many terms in its loss is a full one. The slope along a direction that a smaller one had its part in
 #: is mostly that part, and its step is shorter: by the square root of how much smaller it is. A minibatch that is the same
 #: as the last one, as in full-batch training, is no sample and has no noise.
 FULL = 500
+#: Where minibatches have their curvature in common, the first steps after those are longer by this factor, and later ones
+#: less: those after so many steps by a part that falls with their number.
+LONGER, SOON = 1.4, 100
 #: The fingerprint of the same samples in another order differs by no more than this part.
 SAME = 1e-9
 #: No layer moves by more than so many times its own weights: what little it has to say may be far from linear. Directions
@@ -134,8 +134,10 @@ def average_(state: dict[str, Any], g: Tensor, new: float) -> Tensor:
     return average.lerp(g, new) if whole > NEARLY else average.lerp(g, new).div_(whole)
 
 
-def propose(optimizer: Riemannian, gradient: Direction) -> dict[Tensor, Tensor]:
-    """The direction *d*, from the averaged gradient."""
+def propose(
+    optimizer: Riemannian, gradient: Direction, measures: bool = True
+) -> dict[Tensor, Tensor]:
+    """The direction *d*, from the averaged gradient. Layers go as far as they did when this was last measured."""
     assert optimizer.auto is not None
     new = 1 / reach(optimizer.auto.steps)
     covered = {p for block in optimizer._blocks for p in block.parameters}
@@ -161,6 +163,23 @@ def propose(optimizer: Riemannian, gradient: Direction) -> dict[Tensor, Tensor]:
     solved = orthogonal.steps([*matrices], optimizer.state, [*matrices.values()], batch)
     for block, d in zip(matrices, solved):
         found |= dict(zip(block.parameters, d))
+    return _proportioned(optimizer, found, measures) if optimizer.orthogonal else found
+
+
+def _proportioned(
+    optimizer: Riemannian, found: dict[Tensor, Tensor], measures: bool
+) -> dict[Tensor, Tensor]:
+    """The layers' directions, each as far as its weights count (:mod:`quasidiag.proportions`)."""
+    assert optimizer.auto is not None
+    report = optimizer.auto
+    blocks = [b for b in optimizer._blocks if any(p in found for p in b.parameters)]
+    if measures or len(report.proportions) != len(blocks):
+        power = proportions.power(report.steps, reach(report.steps) / FEWEST)
+        report.proportions = proportions.measured(blocks, optimizer.state, power, _ranks(optimizer))
+    for block, factor in zip(blocks, report.proportions):
+        for p in block.parameters:
+            if p in found:
+                found[p] = found[p] * factor
     return found
 
 
@@ -216,7 +235,9 @@ def descend_(optimizer: Riemannian, model: QuadraticModel, measures: bool) -> No
         p: optimizer._gradient(p) for p in optimizer._group if p.grad is not None
     }
     other: dict[Tensor, Tensor] = dict(together.others(optimizer))
-    named = {"new": propose(optimizer, gradient), "other": other}
+    if report.stride == 1:
+        report.heard(_slope(optimizer, gradient))
+    named = {"new": propose(optimizer, gradient, measures), "other": other}
     named = {name: u for name, u in named.items() if u}
     known = own(optimizer, gradient)
     # The parameters of a group with a smaller factor move that much less: within a direction, and all of it.
@@ -243,6 +264,9 @@ def descend_(optimizer: Riemannian, model: QuadraticModel, measures: bool) -> No
             moved, way = _move_(p, w.mul_(best[name])), optimizer.state[p].get("update")
             rest.displace_(optimizer, p, moved)
             optimizer.state[p]["update"] = moved if way is None else way.add_(moved)
+    if measures:
+        report.fall = sum(best[name] * report.slopes[name] for name in named if name != "own")
+        report.extent = factor * report.damped
     report.alpha, report.other, report.own = (
         -best.get(name, 0.0) for name in ("new", "other", "own")
     )
@@ -264,13 +288,23 @@ def project_(optimizer: Riemannian) -> None:
 
 
 def _factor(optimizer: Riemannian, model: QuadraticModel) -> float:
-    """What the step is multiplied by: the largest ``lr``, less at first, less for the noise of a small minibatch."""
+    """What the step is multiplied by: the largest ``lr``, less at first, then more where that is safe, less for the noise of
+    a small minibatch."""
     report, before = model.report, model.report.data
     factor = max(float(group["lr"]) for group in optimizer.param_groups)
-    factor *= min(1.0, FIRST + (1 - FIRST) * report.steps / WARM_UP)
+    longer = max(1.0, LONGER / factor if factor > 1 else LONGER) - 1
+    factor *= report.warmth * (1 + longer * report.common * min(1.0, SOON / max(1, report.steps)))
     terms, report.data = model.content(FULL, _ranks(optimizer))
     same = math.isclose(report.data, before, rel_tol=SAME)
     return factor if same else factor * min(1.0, math.sqrt(terms / FULL))
+
+
+def _slope(optimizer: Riemannian, gradient: Direction) -> float:
+    """That along the way since the model was last measured, the criterion's own parameters left out."""
+    assert optimizer.criterion is not None
+    own = set(optimizer.criterion.parameters())
+    way = {p: u for p, u in _way(optimizer).items() if p not in own}
+    return float(mean(dot(gradient, way), _ranks(optimizer)))
 
 
 def _move_(p: Tensor, w: Tensor) -> Tensor:

@@ -200,6 +200,14 @@ class DiagonalBlock:
         u = torch.stack([root.coordinates(self.rows_of(step)).flatten() for step in steps])
         return u @ u.T
 
+    def strength(self, state: State) -> Tensor | None:
+        r"""How long the weights are in the metric, on the average unit: :math:`\sum_i σ_i^2 w_i^2`."""
+        if self.weight is None:
+            return None
+        scale = self.root(state).scale
+        rows = self.adapter.rows(self.module, self.weight.detach()).to(scale.dtype)
+        return torch.where(scale > 0, rows / scale, 0.0).square().sum(1).mean()
+
     def rows_of(self, tensors: Tensors) -> list[Tensor]:
         """Tensors shaped like :attr:`parameters`, the weight's as ``[units, inputs]``; a bias alone is a column of them."""
         if self.weight is None:
@@ -405,6 +413,9 @@ class UnitwiseBlock(DiagonalBlock):
         rows = [self.rows_of(step) for step in steps]
         w = torch.stack([torch.cat([*(b.unsqueeze(1) for b in w0), wi], 1) for *w0, wi in rows], 2)
         return (w.mT @ (state[self.weight]["block"] @ w)).sum(0)
+
+    def strength(self, state: State) -> Tensor | None:
+        return None
 
     def descend_(self, state: State, gradients: list[Tensor], rule: Rule) -> bool:
         return False

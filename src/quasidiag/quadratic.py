@@ -29,15 +29,23 @@ FEWEST = 128
 #: What the steps did to the loss is summed up over about this many of them. While the sum is a rise the damping grows
 #: by a factor a step, else it falls by one.
 STEPS, RISE, DECAY = 50, 1.2, 0.95
-#: Of the damping, relative to the curvature along the usual step.
-BOUNDS = 0.01, 10.0
+#: Of the damping, relative to the curvature along the usual step. The upper one is the second where minibatches have
+#: their curvature in common, and the third where they do not.
+BOUNDS = 0.01, 1.0, 10.0
+#: That is what the echo tells, from the first of these on, and for certain at the second.
+ECHOES = -0.1, -0.3
 #: Steps that raised the loss by what they were to lower it (with its damping), or by what is usual if that is less, are
 #: taken back, and the damping raised so that the next one is shorter, by this factor at most.
 SHORTEST = 0.1
 #: What two in a row promised is no outlier's: the usual is taken to be no less than a part of it.
 CHANGE = 10.0
-#: The part of their natural step that the criterion's own parameters take.
-OWN = 0.04
+#: The part of their natural step that the criterion's own parameters take, and the largest at first.
+OWN, HALF = 0.04, 0.5
+#: The first step is so much shorter, and so many later none is: long first steps lead to where the loss is sharply
+#: curved, and all that follow must be short.
+FIRST, WARM_UP = 0.2, 40
+#: How much of its average a new echo is, and how large it may be; how much of a step it takes to be heard.
+ECHO, LOUDEST, WHOLE = 0.2, 2.0, 0.7
 #: Relative, on the diagonal of the system of the coefficients: directions may do the same to the outputs.
 RIDGE = 1e-6
 #: A minibatch's loss is a surprise if it is above the average of the last ones (each new one counts so much) by so many
@@ -61,6 +69,10 @@ class Report:
         actual: the change that the last steps judged had brought, on the minibatch after them.
         ratio: of that to what was predicted of so many.
         trend: the sum of such changes, older ones counting less.
+        fall: the change that a measured step was to bring by the slope alone.
+        extent: how much of the step without damping that was, the factor included.
+        echo: the part of that slope which the next minibatch finds left, on the average: negative where the step went too
+            far for that one too.
         length: the squared length of the last step that was measured, in the metric, :math:`δ^⊤ M δ`.
         curvature: of the loss along it, relative to that, :math:`δ^⊤ F δ / δ^⊤ M δ`.
         usual: the average of such curvatures.
@@ -76,6 +88,7 @@ class Report:
         coefficients: of that one, at a factor of 1, by the names of the directions.
         slopes: of the loss along these.
         parts: the groups' factors then, relative to the largest.
+        proportions: how far each layer went, relative to the mean.
         forms: the averages of :math:`u^⊤Fv / \sqrt{u^⊤Mu\; v^⊤Mv}`, by the names of the directions.
     """
 
@@ -90,6 +103,9 @@ class Report:
     actual: float = float("nan")
     ratio: float = float("nan")
     trend: float = 0.0
+    fall: float = 0.0
+    extent: float = 0.0
+    echo: float = 0.0
     length: float = 0.0
     curvature: float = 0.0
     usual: float = 0.0
@@ -105,6 +121,7 @@ class Report:
     coefficients: dict[str, float] = field(default_factory=dict)
     slopes: dict[str, float] = field(default_factory=dict)
     parts: list[float] = field(default_factory=list)
+    proportions: list[float] = field(default_factory=list)
     forms: dict[str, float] = field(default_factory=dict)
 
     @classmethod
@@ -126,6 +143,29 @@ class Report:
         """What :meth:`saved` wants, from such a line."""
         found: dict[str, Any] = json.loads(line or "{}")
         return found
+
+    @property
+    def damped(self) -> float:
+        """How much of the step without damping is left with it."""
+        whole = self.curvature + self.damping
+        return self.curvature / whole if whole > 0 else 1.0
+
+    @property
+    def warmth(self) -> float:
+        """What the next step is multiplied by because it is one of the first."""
+        return min(1.0, FIRST + (1 - FIRST) * self.steps / WARM_UP)
+
+    @property
+    def common(self) -> float:
+        """How far minibatches have in common what makes steps short: from 0, each its own curvature, to 1."""
+        first, certain = ECHOES
+        return min(max((self.echo - first) / (certain - first), 0.0), 1.0)
+
+    def heard(self, slope: float) -> None:
+        """The slope along a measured step, as the next minibatch finds it. Short steps and the first ones tell nothing."""
+        if self.steps > WARM_UP and self.fall < 0 and self.extent > WHOLE and math.isfinite(slope):
+            echo = min(max(slope / self.fall, -LOUDEST), LOUDEST)
+            self.echo += ECHO * (echo - self.echo)
 
     def surprised(self, loss: float) -> bool:
         """Whether this loss is higher than the last minibatches', by more than they differ. It is then one of them."""
@@ -197,9 +237,13 @@ class QuadraticModel:
         return best.tolist()
 
     def part(self, factor: float) -> float:
-        """That of their natural step which the criterion's own parameters take: damped as the others' step is."""
-        whole = self.report.curvature + self.report.damping
-        return OWN * factor * (self.report.curvature / whole if whole > 0 else 1.0)
+        """That of their natural step which the criterion's own parameters take: damped as the others' step is.
+
+        At first as if they were the mean over all minibatches so far; such steps are no shorter for being the first.
+        """
+        report = self.report
+        part = min(max(OWN, 1 / ((report.steps + 2) * report.warmth)) * factor, HALF)
+        return part * report.damped
 
     def _expect(self, slope: Tensor, form: Tensor, length: Tensor, steep: float = 0.0) -> None:
         """Of a step at a factor of 1. The averages begin with the first one that there is."""
@@ -207,7 +251,7 @@ class QuadraticModel:
         weight = weight if report.usual else 1.0
         if length > 0:
             report.curvature = float(form / length)
-            most = BOUNDS[1] * report.usual or report.curvature  # more is an outlier's
+            most = BOUNDS[2] * report.usual or report.curvature  # more is an outlier's
             report.usual += weight * (min(report.curvature, most) - report.usual)
         before = report.promise
         report.promise = -0.5 * float(slope) + steep * _gain(self.part(1.0))
@@ -315,7 +359,8 @@ class QuadraticModel:
 
     def _damp(self, damping: float, most: float) -> None:
         """Within the bounds, or up to ``most`` where that is more: beyond them it halves with every good judgement."""
-        low, high = (bound * self.report.usual for bound in BOUNDS)
+        low, shared, high = (bound * self.report.usual for bound in BOUNDS)
+        high *= (shared / high) ** self.report.common if high else 1.0
         self.report.damping = min(max(damping, low), max(high, most))
 
 

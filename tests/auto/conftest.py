@@ -4,7 +4,7 @@ import math
 
 import pytest
 
-from quasidiag import auto
+from quasidiag import auto, quadratic
 
 
 @pytest.fixture
@@ -22,7 +22,7 @@ def seldom(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.fixture
 def warm(monkeypatch: pytest.MonkeyPatch) -> None:
     """The first steps are as long as those that follow."""
-    monkeypatch.setattr(auto, "FIRST", 1.0)
+    monkeypatch.setattr(quadratic, "FIRST", 1.0)
 
 
 @pytest.fixture

@@ -92,7 +92,7 @@ def test_a_step_in_between_follows_its_own_direction_as_far_as_its_slope_allows(
         twin.criterion(twin.model(x), t).backward()
         with torch.no_grad():
             gradient = {p: twin._gradient(p) for p in twin.model.parameters()}
-            direction = auto.propose(twin, gradient)
+            direction = auto.propose(twin, gradient, measures=False)
         slope = sum(float((gradient[p] * u).sum()) for p, u in direction.items())
         part = min(max(slope / steep["new"], 0.0), 1.0)
         for p, q, old in zip(rule.model.parameters(), twin.model.parameters(), before):

@@ -1,0 +1,53 @@
+r"""How far the layers go, relative to each other.
+
+With their strengths made equal, steps say nothing any more of how far a layer should go: a unit's has length one in the
+metric, in all of them. But a layer's weights have a length there too,
+
+.. math:: ρ^2 = \frac1{\text{units}} \sum_{u,i} σ_{ui}^2 w_{ui}^2,
+
+how much what its units say varies, as it is heard at the outputs; it does not depend on how inputs and activities are
+encoded. Layers go as far as :math:`ρ^p` says, relative to the geometric mean of all. The power grows with the training:
+at first it is quickest to let all units go alike, in the end layers whose weights count for more should go further.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from quasidiag.blocks import DiagonalBlock
+from quasidiag.quadratic import WARM_UP, mean
+
+if TYPE_CHECKING:
+    from quasidiag.blocks import State
+
+#: The power :math:`p` of the first steps, which are short.
+POWER = 0.5
+#: No layer goes further than the mean by more than this factor, or less far.
+UNEVEN = 10.0
+
+
+def power(steps: int, longer: float) -> float:
+    """:math:`p` after so many steps, when the gradient's average reaches back so many times as far as at first."""
+    return POWER if steps < WARM_UP else 1 - 1 / longer
+
+
+def measured(
+    blocks: Sequence[DiagonalBlock], state: State, power: float, ranks: Any = None
+) -> list[float]:
+    r""":math:`(ρ/\bar ρ)^p` of each layer; 1 for one that has no weights, or none that count yet."""
+    found = [block.strength(state) for block in blocks]
+    known = [x for x in found if x is not None]
+    if not known:
+        return [1.0] * len(blocks)
+    # As one, or a device would be waited for as often as there are layers.
+    numbers = torch.stack([x.double().to(known[0].device) for x in known])
+    logs = iter((mean(numbers.cpu(), ranks).log() / 2).tolist())
+    of = [math.nan if x is None else next(logs) for x in found]
+    finite = [x for x in of if math.isfinite(x)]
+    middle = sum(finite) / max(1, len(finite))
+    factors = [math.exp(power * (x - middle)) if math.isfinite(x) else 1.0 for x in of]
+    return [min(max(x, 1 / UNEVEN), UNEVEN) for x in factors]

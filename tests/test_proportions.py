@@ -1,0 +1,104 @@
+"""How far the layers go, relative to each other: by the length of their weights in the metric."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import quasidiag as qd
+from nets import batch, linear_layers, mlp
+from quasidiag.auto import FEWEST, MOST, PART, reach
+from quasidiag.proportions import POWER, UNEVEN, measured, power
+from quasidiag.quadratic import WARM_UP
+
+
+def trained(model: nn.Module, steps: int = 3, **options: object) -> qd.Riemannian:
+    """By minibatches of five inputs and three outputs."""
+    optimizer = qd.Riemannian(model, qd.Categorical(), **options)  # type: ignore[arg-type]
+    assert optimizer.criterion is not None
+    for seed in range(steps):
+        x, t = batch("categorical", 40, 5, 3, seed=seed)
+        optimizer.zero_grad()
+        optimizer.criterion(model(x), t).backward()
+        optimizer.step()
+    return optimizer
+
+
+def test_the_power_grows_with_the_average() -> None:
+    powers = [power(steps, reach(steps) / FEWEST) for steps in range(3000)]
+    assert powers[:WARM_UP] == [POWER] * WARM_UP
+    assert powers[WARM_UP] == 0 and powers[WARM_UP:] == sorted(powers[WARM_UP:])
+    assert powers[int(2 * PART * FEWEST)] == 0.5 and powers[-1] == 1 - FEWEST / MOST > 0.8
+
+
+def test_they_are_those_of_the_variances_and_the_weights() -> None:
+    optimizer = trained(mlp(5, 7, 6, 3), safeguard=None)
+    expected = []
+    for layer in linear_layers(optimizer.model):
+        moments = optimizer.moments(layer)
+        assert moments.m00 is not None and moments.m0i is not None and moments.mii is not None
+        variance = moments.mii - moments.m0i.square() / moments.m00.unsqueeze(1)
+        expected.append((variance * layer.weight.detach().square()).sum(1).mean().sqrt())
+    lengths = torch.stack(expected)
+    lengths = lengths / lengths.log().mean().exp()
+    for p in (0.3, 1.0):
+        found = measured(optimizer._blocks, optimizer.state, p)
+        torch.testing.assert_close(torch.tensor(found, dtype=torch.float64), lengths**p)
+
+
+@pytest.mark.parametrize("factor", [0.0, 1e-9, 1e9])
+def test_a_layer_of_zeros_goes_as_far_as_the_mean_and_no_other_much_further(factor: float) -> None:
+    optimizer = trained(mlp(5, 7, 6, 3))
+    with torch.no_grad():
+        linear_layers(optimizer.model)[1].weight.mul_(factor)
+    found = measured(optimizer._blocks, optimizer.state, 1.0)
+    assert all(1 / UNEVEN <= x <= UNEVEN for x in found)
+    if factor:
+        assert found[1] == pytest.approx(UNEVEN if factor > 1 else 1 / UNEVEN)
+    else:
+        assert found[1] == 1.0 and found[0] * found[2] == pytest.approx(1.0)
+
+
+def test_layers_that_keep_whole_blocks_have_none() -> None:
+    optimizer = trained(mlp(5, 7, 3), reduction="unitwise", step="auto")
+    assert measured(optimizer._blocks, optimizer.state, 1.0) == [1.0, 1.0]
+
+
+def test_steps_in_between_keep_them() -> None:
+    optimizer = trained(mlp(5, 7, 3), steps=6)
+    report = optimizer.auto
+    assert report is not None and report.stride > 1
+    kept = list(report.proportions)
+    with torch.no_grad():  # what nobody looks at until the next measurement
+        linear_layers(optimizer.model)[0].weight.mul_(1.1)
+    assert measured(optimizer._blocks, optimizer.state, POWER) != pytest.approx(kept, rel=1e-3)
+    x, t = batch("categorical", 40, 5, 3, seed=6)
+    assert optimizer.criterion is not None
+    optimizer.zero_grad()
+    optimizer.criterion(optimizer.model(x), t).backward()
+    optimizer.step()
+    assert report.stride > 1 and report.proportions == kept
+
+
+def test_a_layer_goes_as_far_as_they_say() -> None:
+    """In the metric, a unit of every layer: which is what the strengths are brought to."""
+    optimizer = trained(mlp(5, 7, 6, 3), steps=4, safeguard=None)
+    report, blocks = optimizer.auto, optimizer._blocks
+    assert report is not None and report.stride == 1
+    found: list[float] = []
+    for block in blocks:
+        step: list[Tensor] = [optimizer.state[p]["update"] for p in block.parameters]
+        rows = block.rows_of(step)[-1].shape
+        lengths = float(block.forms(optimizer.state, [step])[0, 0])
+        found.append(math.sqrt(lengths / min(rows[0], rows[1] + 1)) / report.alpha)
+    # Singular values are one but for the iterations' error, and a tall layer's columns are longer than one.
+    scale = [math.sqrt(max(1.0, len(b.parameters[0]) / 6)) for b in blocks]
+    assert found == pytest.approx([p * s for p, s in zip(report.proportions, scale)], rel=0.15)
+
+
+def test_directions_that_are_not_equalised_have_their_own_lengths() -> None:
+    optimizer = trained(mlp(5, 7, 3), orthogonal=False)
+    assert optimizer.auto is not None and optimizer.auto.proportions == []
