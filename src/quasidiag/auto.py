@@ -163,24 +163,23 @@ def propose(
     solved = orthogonal.steps([*matrices], optimizer.state, [*matrices.values()], batch)
     for block, d in zip(matrices, solved):
         found |= dict(zip(block.parameters, d))
-    return _proportioned(optimizer, found, measures) if optimizer.orthogonal else found
+    if found and optimizer.orthogonal:
+        _proportion_(optimizer, found, measures)
+    return found
 
 
-def _proportioned(
-    optimizer: Riemannian, found: dict[Tensor, Tensor], measures: bool
-) -> dict[Tensor, Tensor]:
-    """The layers' directions, each as far as its weights count (:mod:`quasidiag.proportions`)."""
+def _proportion_(optimizer: Riemannian, found: dict[Tensor, Tensor], measures: bool) -> None:
+    """Let each layer's direction be as long as its weights count (:mod:`quasidiag.proportions`)."""
     assert optimizer.auto is not None
     report = optimizer.auto
     blocks = [b for b in optimizer._blocks if any(p in found for p in b.parameters)]
     if measures or len(report.proportions) != len(blocks):
         power = proportions.power(report.steps, reach(report.steps) / FEWEST)
         report.proportions = proportions.measured(blocks, optimizer.state, power, _ranks(optimizer))
-    for block, factor in zip(blocks, report.proportions):
-        for p in block.parameters:
-            if p in found:
-                found[p] = found[p] * factor
-    return found
+    of: dict[Tensor, float] = {
+        p: x for block, x in zip(blocks, report.proportions) for p in block.parameters
+    }
+    torch._foreach_mul_([*found.values()], [of[p] for p in found])
 
 
 def own(optimizer: Riemannian, gradient: Direction) -> dict[Tensor, Tensor]:
