@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import math
+import pickle
+from typing import Any
 
 import pytest
 import torch
@@ -12,17 +14,20 @@ import quasidiag as qd
 from nets import batch, linear_layers, mlp
 from quasidiag.auto import FEWEST, MOST, PART, reach
 from quasidiag.proportions import POWER, UNEVEN, measured, power
-from quasidiag.quadratic import WARM_UP
+from quasidiag.quadratic import WARM_UP, Report
 
 
 def trained(model: nn.Module, steps: int = 3, **options: object) -> qd.Riemannian:
     """By minibatches of five inputs and three outputs."""
-    optimizer = qd.Riemannian(model, qd.Categorical(), **options)  # type: ignore[arg-type]
+    return trained_on(qd.Riemannian(model, qd.Categorical(), **options), steps)  # type: ignore[arg-type]
+
+
+def trained_on(optimizer: qd.Riemannian, steps: int) -> qd.Riemannian:
     assert optimizer.criterion is not None
     for seed in range(steps):
         x, t = batch("categorical", 40, 5, 3, seed=seed)
         optimizer.zero_grad()
-        optimizer.criterion(model(x), t).backward()
+        optimizer.criterion(optimizer.model(x), t).backward()
         optimizer.step()
     return optimizer
 
@@ -62,9 +67,41 @@ def test_a_layer_of_zeros_goes_as_far_as_the_mean_and_no_other_much_further(fact
         assert found[1] == 1.0 and found[0] * found[2] == pytest.approx(1.0)
 
 
-def test_layers_that_keep_whole_blocks_have_none() -> None:
-    optimizer = trained(mlp(5, 7, 3), reduction="unitwise", step="auto")
-    assert measured(optimizer._blocks, optimizer.state, 1.0) == [1.0, 1.0]
+@pytest.mark.parametrize("options", [{"orthogonal": False}, {"reduction": "unitwise"}])
+def test_directions_that_are_not_equalised_have_their_own_lengths(options: dict[str, Any]) -> None:
+    optimizer = trained(mlp(5, 7, 3), **options)
+    assert optimizer.auto is not None and optimizer.auto.proportions == []
+
+
+def test_a_head_that_is_made_anew_in_mid_training_grows() -> None:
+    """Its weights count for nothing, and it must go further than they say."""
+    optimizer = trained(mlp(5, 7, 6, 3), steps=3)
+    assert optimizer.auto is not None
+    optimizer.auto.steps = 2000
+    head = linear_layers(optimizer.model)[-1].weight
+    with torch.no_grad():
+        head.mul_(0.01)
+    assert trained_on(optimizer, steps=1).auto is not None
+    assert optimizer.auto.proportions[-1] >= 1 / UNEVEN
+
+
+def test_a_saved_state_without_them_measures_its_next_step() -> None:
+    optimizer = trained(mlp(5, 7, 3), steps=6)
+    assert optimizer.auto is not None and optimizer.auto.steady
+    state = optimizer.state_dict()
+    del state["auto"]["proportions"]
+    other = qd.Riemannian(mlp(5, 7, 3), qd.Categorical())
+    other.load_state_dict(state)
+    assert other.auto is not None and not other.auto.steady
+    trained_on(other, steps=1)
+    assert other.auto.stride == 1 and len(other.auto.proportions) == 2
+
+
+def test_a_pickled_report_without_them_has_none() -> None:
+    old = Report(steps=7)
+    del vars(old)["proportions"], vars(old)["echo"]
+    found = pickle.loads(pickle.dumps(old))
+    assert found.steps == 7 and found.proportions == [] and found.echo == 0.0
 
 
 def test_steps_in_between_keep_them() -> None:
@@ -97,8 +134,3 @@ def test_a_layer_goes_as_far_as_they_say() -> None:
     # Singular values are one but for the iterations' error, and a tall layer's columns are longer than one.
     scale = [math.sqrt(max(1.0, len(b.parameters[0]) / 6)) for b in blocks]
     assert found == pytest.approx([p * s for p, s in zip(report.proportions, scale)], rel=0.15)
-
-
-def test_directions_that_are_not_equalised_have_their_own_lengths() -> None:
-    optimizer = trained(mlp(5, 7, 3), orthogonal=False)
-    assert optimizer.auto is not None and optimizer.auto.proportions == []

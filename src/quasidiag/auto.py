@@ -95,9 +95,13 @@ def _alike(optimizer: Riemannian, report: Report) -> bool:
 
 def _parts(optimizer: Riemannian) -> list[float]:
     """The factor of each group, relative to the largest."""
-    factors = [float(group["lr"]) for group in optimizer.param_groups]
-    largest = max(factors)
+    factors, largest = [float(group["lr"]) for group in optimizer.param_groups], _largest(optimizer)
     return [factor / largest if largest else 1.0 for factor in factors]
+
+
+def _largest(optimizer: Riemannian) -> float:
+    """Of the groups' factors."""
+    return max(float(group["lr"]) for group in optimizer.param_groups)
 
 
 def retreat_(optimizer: Riemannian, model: QuadraticModel) -> bool:
@@ -163,7 +167,7 @@ def propose(
     solved = orthogonal.steps([*matrices], optimizer.state, [*matrices.values()], batch)
     for block, d in zip(matrices, solved):
         found |= dict(zip(block.parameters, d))
-    if found and optimizer.orthogonal:
+    if found and optimizer.orthogonal and optimizer.reduction != "unitwise":
         _proportion_(optimizer, found, measures)
     return found
 
@@ -234,7 +238,7 @@ def descend_(optimizer: Riemannian, model: QuadraticModel, measures: bool) -> No
         p: optimizer._gradient(p) for p in optimizer._group if p.grad is not None
     }
     other: dict[Tensor, Tensor] = dict(together.others(optimizer))
-    if report.stride == 1:
+    if report.stride == 1 and report.listens and _largest(optimizer) <= 1:
         report.heard(_slope(optimizer, gradient))
     named = {"new": propose(optimizer, gradient, measures), "other": other}
     named = {name: u for name, u in named.items() if u}
@@ -256,8 +260,14 @@ def descend_(optimizer: Riemannian, model: QuadraticModel, measures: bool) -> No
     if not named and not known:
         return  # all that has a gradient waits for its metric
     best = {name: length * largest[name] for name, length in best.items()}
+    part = model.part(factor) if known else 0.0
     if known:
-        named["own"], best["own"] = known, -model.part(factor)
+        assert optimizer.criterion is not None
+        along = optimizer.criterion.along
+        named["own"], best["own"] = (
+            {p: along(p, -part * w) for p, w in known.items()},
+            float(part > 0),
+        )
     for name, u in named.items() if any(best.values()) else ():
         for p, w in u.items():
             moved, way = _move_(p, w.mul_(best[name])), optimizer.state[p].get("update")
@@ -266,9 +276,8 @@ def descend_(optimizer: Riemannian, model: QuadraticModel, measures: bool) -> No
     if measures:
         report.fall = sum(best[name] * report.slopes[name] for name in named if name != "own")
         report.extent = factor * report.damped
-    report.alpha, report.other, report.own = (
-        -best.get(name, 0.0) for name in ("new", "other", "own")
-    )
+    report.alpha, report.other = (-best.get(name, 0.0) for name in ("new", "other"))
+    report.own = part
     report.factor = factor
     report.steps += 1
     report.stride += 1
@@ -291,7 +300,7 @@ def _factor(optimizer: Riemannian, model: QuadraticModel) -> float:
     minibatches have their curvature in common, more for a while.
     """
     report, before = model.report, model.report.data
-    factor = max(float(group["lr"]) for group in optimizer.param_groups)
+    factor = _largest(optimizer)
     longer = max(1.0, LONGER / max(1.0, factor)) * (SOON / max(SOON, report.steps)) ** FADE
     factor *= report.warmth * (1 + report.common * (longer - 1))
     terms, report.data = model.content(FULL, _ranks(optimizer))

@@ -414,9 +414,6 @@ class UnitwiseBlock(DiagonalBlock):
         w = torch.stack([torch.cat([*(b.unsqueeze(1) for b in w0), wi], 1) for *w0, wi in rows], 2)
         return (w.mT @ (state[self.weight]["block"] @ w)).sum(0)
 
-    def strength(self, state: State) -> Tensor | None:
-        return None
-
     def descend_(self, state: State, gradients: list[Tensor], rule: Rule) -> bool:
         return False
 

@@ -75,6 +75,10 @@ class OutputModel(nn.Module, ABC):
         """The diagonal Fisher information of the criterion's own parameters, in closed form."""
         return {}
 
+    def along(self, p: Tensor, step: Tensor) -> Tensor:
+        """The way that a parameter of its own goes for a part of its natural step: that step, unless it may be too long."""
+        return step
+
     def project_(self) -> None:
         """Bring the criterion's own parameters back into their bounds, after a step."""
 
@@ -294,6 +298,13 @@ class LearnedGaussian(Gaussian):
 
     def parameter_fisher(self) -> dict[nn.Parameter, Tensor]:
         return {self.log_std: torch.full_like(self.log_std, 2.0)}
+
+    def along(self, p: Tensor, step: Tensor) -> Tensor:
+        r"""A part :math:`a` of the natural step is an average of variances, :math:`σ^2 ← (1 - a)\, σ^2 + a\, e^2`.
+
+        In :math:`\ln σ` it would be linear in the squared errors :math:`e^2`, and lead anywhere where these are large.
+        """
+        return torch.log1p(2 * step.clamp_min(-0.25)) / 2  # no part is more than a half
 
     @torch.no_grad()
     def project_(self) -> None:

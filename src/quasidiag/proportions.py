@@ -6,8 +6,9 @@ metric, in all of them. But a layer's weights have a length there too,
 .. math:: ρ^2 = \frac1{\text{units}} \sum_{u,i} σ_{ui}^2 w_{ui}^2,
 
 how much what its units say varies, as it is heard at the outputs; it does not depend on how inputs and activities are
-encoded. Layers go as far as :math:`ρ^p` says, relative to the geometric mean of all. The power grows with the training:
-at first it is quickest to let all units go alike, in the end layers whose weights count for more should go further.
+encoded (with a bias: the variance of an input without one is measured from its zero). Layers go as far as :math:`ρ^p`
+says, relative to the geometric mean of all: half-way so while the first steps are short, then not at all, which is the
+quickest, and later on the more so the longer training is.
 """
 
 from __future__ import annotations
@@ -26,8 +27,8 @@ if TYPE_CHECKING:
 
 #: The power :math:`p` of the first steps, which are short.
 POWER = 0.5
-#: No layer goes further than the mean by more than this factor, or less far.
-UNEVEN = 10.0
+#: No layer goes further than the mean by more than this factor, or less far: one whose weights are small may have to grow.
+UNEVEN = 4.0
 
 
 def power(steps: int, longer: float) -> float:

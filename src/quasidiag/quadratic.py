@@ -132,7 +132,13 @@ class Report:
             report.hope = math.log(report.promise)
         if "stride" not in kept and report.promise > 0:
             report.stride = 1
+        if "proportions" not in kept:
+            report.steady = False  # its directions were of other lengths
         return report
+
+    def __setstate__(self, kept: dict[str, Any]) -> None:
+        """A pickled one may be of another version too."""
+        vars(self).update(vars(Report.saved(kept)))
 
     def written(self) -> str:
         """As one line, which a checkpoint keeps whole."""
@@ -161,9 +167,14 @@ class Report:
         first, certain = ECHOES
         return min(max((self.echo - first) / (certain - first), 0.0), 1.0)
 
+    @property
+    def listens(self) -> bool:
+        """Whether the last step, which was measured, may have an echo: short steps and the first ones tell nothing."""
+        return self.steps > WARM_UP and self.fall < 0 and self.extent > WHOLE
+
     def heard(self, slope: float) -> None:
-        """The slope along a measured step, as the next minibatch finds it. Short steps and the first ones tell nothing."""
-        if self.steps > WARM_UP and self.fall < 0 and self.extent > WHOLE and math.isfinite(slope):
+        """The slope along a measured step, as the next minibatch finds it."""
+        if math.isfinite(slope):
             echo = min(max(slope / self.fall, -LOUDEST), LOUDEST)
             self.echo += ECHO * (echo - self.echo)
 
@@ -359,9 +370,10 @@ class QuadraticModel:
 
     def _damp(self, damping: float, most: float) -> None:
         """Within the bounds, or up to ``most`` where that is more: beyond them it halves with every good judgement."""
-        low, shared, high = (bound * self.report.usual for bound in BOUNDS)
-        high *= (shared / high) ** self.report.common if high else 1.0
-        self.report.damping = min(max(damping, low), max(high, most))
+        low, shared, high = BOUNDS
+        high *= (shared / high) ** self.report.common
+        usual = self.report.usual
+        self.report.damping = min(max(damping, low * usual), max(high * usual, most))
 
 
 def _gain(part: float) -> float:

@@ -47,10 +47,9 @@ def test_it_is_the_part_of_the_slope_that_is_left(left: float) -> None:
 
 def test_what_tells_nothing_is_not_heard() -> None:
     for numbers in ({"steps": WARM_UP}, {"fall": 0.0}, {"extent": WHOLE / 2}):
-        report = listener(**numbers)
-        report.heard(1.0)
-        assert report.echo == 0.0
+        assert not listener(**numbers).listens
     report = listener()
+    assert report.listens
     report.heard(float("nan"))
     assert report.echo == 0.0
     report.heard(1e9)
@@ -80,7 +79,8 @@ def test_deviations_become_an_average_of_the_last_minibatches() -> None:
     for report.steps in range(60):
         parts.append(judge(report).part(report.warmth))
         assert judge(report).part(0.1 * report.warmth) == pytest.approx(0.1 * parts[-1])
-    assert parts[0] == HALF and parts[:20] == pytest.approx([1 / (k + 2) for k in range(20)])
+    assert judge(Report(curvature=1.0)).part(1.0) == HALF
+    assert parts[0] == 0.5 and parts[:20] == pytest.approx([1 / (k + 2) for k in range(20)])
     assert parts[40:] == pytest.approx([OWN] * 20)
     report.damping = 1.0
     assert judge(report).part(1.0) == pytest.approx(OWN / 2)
@@ -100,6 +100,21 @@ def test_steps_are_longer_after_the_first_where_curvature_is_common(lr: float) -
         optimizer.step()
         longer = max(1.0, min(LONGER, LONGER / lr))
         assert report.factor == pytest.approx(lr * longer * part if part else lr)
+
+
+@pytest.mark.parametrize(("lr", "samples"), [(0.5, 500), (1.2, 500), (1.0, 200), (1.0, 500)])
+def test_shortened_and_prolonged_steps_are_not_heard(lr: float, samples: int) -> None:
+    model, loss = mlp(5, 6, 3), qd.Gaussian()
+    optimizer = qd.Riemannian(model, loss, lr=lr, step="auto")
+    report = optimizer.auto
+    assert report is not None
+    for seed in range(10):
+        report.steps = max(report.steps, LATE)
+        x, t = batch("gaussian", samples, 5, 3, seed=seed)
+        optimizer.zero_grad()
+        loss(model(x), t).backward()
+        optimizer.step()
+    assert (report.echo != 0) == (lr == 1 and samples == 500)
 
 
 @pytest.mark.parametrize("every", [1, 4])

@@ -240,15 +240,32 @@ def test_learned_deviations_take_a_part_of_their_natural_step() -> None:
         optimizer.step()
         taken = flat(parameters) - before
         g = flat(p.grad for p in parameters)
-        predicted = g @ taken + 0.5 * taken @ fisher @ taken
-        torch.testing.assert_close(optimizer.auto.predicted, float(predicted))
-        whole = optimizer.auto.curvature + optimizer.auto.damping
-        damped = optimizer.auto.curvature / whole
+        damped = optimizer.auto.curvature / (optimizer.auto.curvature + optimizer.auto.damping)
         assert 0.9 < damped < (1 if step else 1.01)
         optimizer.auto.forms = {}  # no average with those of this step
         part = damped / (step + 2)  # a mean over all minibatches so far, the start counting as one
-        torch.testing.assert_close(taken[-3:], -part * g[-3:] / 2)
+        natural = -part * g[-3:] / 2
+        variances = (2 * before[-3:]).exp()
+        moved = (2 * (before + taken)[-3:]).exp() - variances
+        torch.testing.assert_close(moved, 2 * natural * variances)  # (1 - a) σ² + a e²
+        taken[-3:] = natural  # what the model speaks of
+        predicted = g @ taken + 0.5 * taken @ fisher @ taken
+        torch.testing.assert_close(optimizer.auto.predicted, float(predicted))
         assert optimizer.auto.own == pytest.approx(part)
+
+
+@pytest.mark.parametrize("scale", [1.0, 30.0, 1e4])
+def test_learned_deviations_find_targets_of_any_scale(scale: float) -> None:
+    """The first step is half-way to an average of errors, whose squares may be as large as they like."""
+    model, loss = mlp(*SIZES), qd.LearnedGaussian(SIZES[-1], min_std=1e-6).double()
+    optimizer = qd.Riemannian(model, loss)
+    for step in range(60):
+        x, t = batch("gaussian", 40, SIZES[0], SIZES[-1], seed=step)
+        optimizer.zero_grad()
+        loss(model(x), scale * t).backward()
+        optimizer.step()
+    errors = (scale * t - model(x)).detach().std(0)
+    assert bool(((loss.std / errors).log().abs() < 1).all())
 
 
 @pytest.mark.parametrize("slow", ["network", "deviations"])
@@ -265,7 +282,8 @@ def test_a_group_that_is_a_direction_of_its_own_has_its_own_factor(slow: str) ->
         x, t = batch("gaussian", 40, SIZES[0], SIZES[-1])
         loss(model(x), t).backward()
         optimizer.step()
-        found.append((flat(model.parameters()) - before[0], flat([loss.log_std]) - before[1]))
+        variances = (2 * flat([loss.log_std])).exp() - (2 * before[1]).exp()
+        found.append((flat(model.parameters()) - before[0], variances))
     (whole, own), (less, other) = found
     part = (0.01, 1.0) if slow == "network" else (1.0, 0.01)
     torch.testing.assert_close(less, part[0] * whole)
