@@ -44,9 +44,9 @@ AT_FIRST = 4
 #: is mostly that part, and its step is shorter: by the square root of how much smaller it is. A minibatch that is the same
 #: as the last one, as in full-batch training, is no sample and has no noise.
 FULL = 500
-#: Where minibatches have their curvature in common, steps are longer by this factor, and after so many fade with this
-#: power of their number.
-LONGER, SOON, FADE = 1.4, 100, 0.25
+#: Where minibatches have their curvature in common, steps are longer by up to this factor, and after so many by a part of
+#: it that falls with their number.
+LONGER, SOON = 1.4, 100
 #: The fingerprint of the same samples in another order differs by no more than this part.
 SAME = 1e-9
 #: No layer moves by more than so many times its own weights: what little it has to say may be far from linear. Directions
@@ -301,8 +301,8 @@ def _factor(optimizer: Riemannian, model: QuadraticModel) -> float:
     """
     report, before = model.report, model.report.data
     factor = _largest(optimizer)
-    longer = max(1.0, LONGER / max(1.0, factor)) * (SOON / max(SOON, report.steps)) ** FADE
-    factor *= report.warmth * (1 + report.common * (longer - 1))
+    longer = max(0.0, LONGER / max(1.0, factor) - 1) * SOON / max(SOON, report.steps)
+    factor *= report.warmth * (1 + longer * report.common)
     terms, report.data = model.content(FULL, _ranks(optimizer))
     same = math.isclose(report.data, before, rel_tol=SAME)
     return factor if same else factor * min(1.0, math.sqrt(terms / FULL))
