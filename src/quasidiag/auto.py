@@ -25,8 +25,9 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 from torch import Tensor
 
-from quasidiag import orthogonal, proportions, rest, together
+from quasidiag import orthogonal, rest, together
 from quasidiag.blocks import DiagonalBlock
+from quasidiag.proportions import power, proportions, strengths
 from quasidiag.quadratic import QuadraticModel, Report, before_way, dot, mean
 from quasidiag.replay import Direction
 from quasidiag.sums import dtype_of
@@ -178,8 +179,10 @@ def _proportion_(optimizer: Riemannian, found: dict[Tensor, Tensor], measures: b
     report = optimizer.auto
     blocks = [b for b in optimizer._blocks if any(p in found for p in b.parameters)]
     if measures or len(report.proportions) != len(blocks):
-        power = proportions.power(report.steps, reach(report.steps) / FEWEST)
-        report.proportions = proportions.measured(blocks, optimizer.state, power, _ranks(optimizer))
+        p = power(report.steps, reach(report.steps) / FEWEST)
+        known = report.strengths
+        report.strengths = strengths(blocks, optimizer.state, known, _ranks(optimizer))
+        report.proportions = proportions(report.strengths, p)
     of: dict[Tensor, float] = {
         p: x for block, x in zip(blocks, report.proportions) for p in block.parameters
     }

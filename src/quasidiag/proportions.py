@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from statistics import median_high
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -27,8 +28,11 @@ if TYPE_CHECKING:
 
 #: The power :math:`p` of the first steps, which are short.
 POWER = 0.5
-#: No layer goes further than the mean by more than this factor, or less far: one whose weights are small may have to grow.
+#: No layer goes further than the mean by more than this factor, or less far.
 UNEVEN = 4.0
+#: By so much may the logarithm of a layer's :math:`ρ`, relative to the others', fall from one measurement to the next: a
+#: layer that is made anew in mid-training must go as far as before, or it would not grow.
+FALL = 0.02
 
 
 def power(steps: int, longer: float) -> float:
@@ -36,19 +40,27 @@ def power(steps: int, longer: float) -> float:
     return POWER if steps < WARM_UP else 1 - 1 / longer
 
 
-def measured(
-    blocks: Sequence[DiagonalBlock], state: State, power: float, ranks: Any = None
+def strengths(
+    blocks: Sequence[DiagonalBlock], state: State, before: Sequence[float], ranks: Any = None
 ) -> list[float]:
-    r""":math:`(ρ/\bar ρ)^p` of each layer; 1 for one that has no weights, or none that count yet."""
+    r""":math:`\ln ρ/\bar ρ` of each layer, which was ``before``; 0 for one that has no weights, or none that count yet."""
     found = [block.strength(state) for block in blocks]
     known = [x for x in found if x is not None]
     if not known:
-        return [1.0] * len(blocks)
+        return [0.0] * len(blocks)
     # As one, or a device would be waited for as often as there are layers.
     numbers = torch.stack([x.double().to(known[0].device) for x in known])
     logs = iter((mean(numbers.cpu(), ranks).log() / 2).tolist())
-    of = [math.nan if x is None else next(logs) for x in found]
+    of = [-math.inf if x is None else next(logs) for x in found]
+    if len(before) == len(of) and any(map(math.isfinite, of)):
+        # The usual layer keeps its place, and none falls far below where it was.
+        change = median_high(x - b for x, b in zip(of, before) if math.isfinite(x))
+        of = [max(x - change, b - FALL) for x, b in zip(of, before)]
     finite = [x for x in of if math.isfinite(x)]
     middle = sum(finite) / max(1, len(finite))
-    factors = [math.exp(power * (x - middle)) if math.isfinite(x) else 1.0 for x in of]
-    return [min(max(x, 1 / UNEVEN), UNEVEN) for x in factors]
+    return [x - middle if math.isfinite(x) else 0.0 for x in of]
+
+
+def proportions(strengths: Sequence[float], power: float) -> list[float]:
+    r""":math:`(ρ/\bar ρ)^p`, within bounds."""
+    return [min(max(math.exp(power * x), 1 / UNEVEN), UNEVEN) for x in strengths]

@@ -88,7 +88,8 @@ class Report:
         coefficients: of that one, at a factor of 1, by the names of the directions.
         slopes: of the loss along these.
         parts: the groups' factors then, relative to the largest.
-        proportions: how far each layer went, relative to the mean.
+        strengths: how much the weights of each layer count, as a logarithm relative to the mean.
+        proportions: how far each layer went for that.
         forms: the averages of :math:`u^⊤Fv / \sqrt{u^⊤Mu\; v^⊤Mv}`, by the names of the directions.
     """
 
@@ -121,6 +122,7 @@ class Report:
     coefficients: dict[str, float] = field(default_factory=dict)
     slopes: dict[str, float] = field(default_factory=dict)
     parts: list[float] = field(default_factory=list)
+    strengths: list[float] = field(default_factory=list)
     proportions: list[float] = field(default_factory=list)
     forms: dict[str, float] = field(default_factory=dict)
 
