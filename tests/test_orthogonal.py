@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import pytest
 import torch
@@ -10,7 +11,7 @@ from torch import Tensor, nn
 
 import quasidiag as qd
 from nets import batch, linear_layers, mlp
-from quasidiag.auto import reach
+from quasidiag.auto import FEWEST, reach
 from quasidiag.orthogonal import (
     GROUP,
     MARGIN,
@@ -24,7 +25,6 @@ from quasidiag.orthogonal import (
     newton_schulz,
     of_length,
 )
-from quasidiag.proportions import POWER
 
 SHAPES = [(6, 6), (4, 9), (9, 4), (1, 5), (5, 1)]
 
@@ -144,7 +144,7 @@ def slow_direction(optimizer: qd.Riemannian, layer: nn.Linear, v: Tensor) -> Ten
     return torch.cat([bias.unsqueeze(1), weights], dim=1)
 
 
-def slow_proportions(optimizer: qd.Riemannian, weights: list[Tensor]) -> list[float]:
+def slow_proportions(optimizer: qd.Riemannian, weights: list[Tensor], power: float) -> list[float]:
     """How far each layer goes: by the length of its weights in the metric, per unit, from the moments."""
     found = []
     for layer, w in zip(linear_layers(optimizer.model), weights):
@@ -153,19 +153,21 @@ def slow_proportions(optimizer: qd.Riemannian, weights: list[Tensor]) -> list[fl
         variance = moments.mii - moments.m0i.square() / moments.m00.unsqueeze(1)
         found.append(float((variance * w[:, 1:].square()).sum()) / len(w))
     middle = math.prod(found) ** (1 / len(found))
-    return [(x / middle) ** (POWER / 2) for x in found]
+    return [(x / middle) ** (power / 2) for x in found]
 
 
-def test_the_step_is_the_averaged_gradient_with_its_strengths_equalised() -> None:
+@pytest.mark.parametrize("start", [0, 600])
+def test_the_step_is_the_averaged_gradient_with_its_strengths_equalised(start: int) -> None:
     model, loss = mlp(5, 6, 3, activation="tanh"), qd.Categorical()
-    optimizer = qd.Riemannian(
-        model, loss, lr=0.1, step="auto", metric="exact", metric_every=1, safeguard=None
-    )
+    every: dict[str, Any] = dict(metric="exact", metric_every=1, step_every=1, averaged=False)
+    optimizer = qd.Riemannian(model, loss, lr=0.1, step="auto", safeguard=None, **every)
+    assert optimizer.auto is not None
+    optimizer.auto.steps = start
     averages = [
         torch.zeros(layer.out_features, 1 + layer.in_features) for layer in linear_layers(model)
     ]
     for seed in range(3):
-        new = 1 / reach(seed)
+        new = 1 / reach(start + seed)
         x, t = batch("categorical", 40, 5, 3, seed=seed)
         before = [joint(layer, "data") for layer in linear_layers(model)]
         optimizer.zero_grad()
@@ -174,7 +176,7 @@ def test_the_step_is_the_averaged_gradient_with_its_strengths_equalised() -> Non
         report = optimizer.auto
         assert report is not None and report.retreats == 0
         taken = [joint(y, "data") - b for y, b in zip(linear_layers(model), before)]
-        proportions = slow_proportions(optimizer, before)
+        proportions = slow_proportions(optimizer, before, power=1 - FEWEST * new)
         assert report.proportions == pytest.approx(proportions)
         for i, layer in enumerate(linear_layers(model)):
             g = joint(layer, "grad")

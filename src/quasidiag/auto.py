@@ -4,11 +4,13 @@ With a direction :math:`d`, the averaged gradient with its strengths equalised i
 (:mod:`quasidiag.orthogonal`), the step is :math:`δ = -α d` with the :math:`α` that minimises the quadratic model of the loss
 (:mod:`quasidiag.quadratic`). All of its numbers are geometric, so the step depends on how inputs and activities are encoded
 no more than :math:`d` does. The average reaches back over a part of the training so far: at first gradients are soon out
-of date, later they are mostly noise.
+of date, later they are mostly noise. How far the layers go relative to each other is the matter of
+:mod:`quasidiag.proportions`.
 
 The model is measured, and the way since the last time judged, in each of the first steps and then in every few. In between
 a step follows its own :math:`d` with the same :math:`α`, or less where the slope is smaller. A minibatch whose loss is a
-surprise is measured at once.
+surprise is measured at once. What the step after a measured one finds left of its slope, the echo, tells whether
+minibatches have their curvature in common: steps may then be longer.
 
 Parameters outside of every block have no metric, only a diagonal rule of another scale: they make a direction of their
 own, with a second coefficient. Those of the criterion (standard deviations) have a Fisher matrix in closed form, and take
@@ -179,7 +181,7 @@ def _proportion_(optimizer: Riemannian, found: dict[Tensor, Tensor], measures: b
     report = optimizer.auto
     blocks = [b for b in optimizer._blocks if any(p in found for p in b.parameters)]
     if measures or len(report.proportions) != len(blocks):
-        p = power(report.steps, reach(report.steps) / FEWEST)
+        p = power(reach(report.steps) / FEWEST)
         known = report.strengths
         report.strengths = strengths(blocks, optimizer.state, known, _ranks(optimizer))
         report.proportions = proportions(report.strengths, p)

@@ -7,8 +7,8 @@ metric, in all of them. But a layer's weights have a length there too,
 
 how much what its units say varies, as it is heard at the outputs; it does not depend on how inputs and activities are
 encoded (with a bias: the variance of an input without one is measured from its zero). Layers go as far as :math:`ρ^p`
-says, relative to the geometric mean of all: half-way so while the first steps are short, then not at all, which is the
-quickest, and later on the more so the longer training is.
+says, relative to the geometric mean of all: at first not at all, which is the quickest, and later on the more so the
+longer training is.
 """
 
 from __future__ import annotations
@@ -21,13 +21,11 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from quasidiag.blocks import DiagonalBlock
-from quasidiag.quadratic import WARM_UP, mean
+from quasidiag.quadratic import mean
 
 if TYPE_CHECKING:
     from quasidiag.blocks import State
 
-#: The power :math:`p` of the first steps, which are short.
-POWER = 0.5
 #: No layer goes further than the mean by more than this factor, or less far.
 UNEVEN = 4.0
 #: By so much may the logarithm of a layer's :math:`ρ`, relative to the others', fall from one measurement to the next: a
@@ -35,9 +33,9 @@ UNEVEN = 4.0
 FALL = 0.02
 
 
-def power(steps: int, longer: float) -> float:
-    """:math:`p` after so many steps, when the gradient's average reaches back so many times as far as at first."""
-    return POWER if steps < WARM_UP else 1 - 1 / longer
+def power(longer: float) -> float:
+    """:math:`p`, when the gradient's average reaches back so many times as far as at first."""
+    return 1 - 1 / longer
 
 
 def strengths(
