@@ -268,11 +268,8 @@ def descend_(optimizer: Riemannian, model: QuadraticModel, measures: bool) -> No
     part = model.part(factor) if known else 0.0
     if known:
         assert optimizer.criterion is not None
-        along = optimizer.criterion.along
-        named["own"], best["own"] = (
-            {p: along(p, -part * w) for p, w in known.items()},
-            float(part > 0),
-        )
+        named["own"] = {p: optimizer.criterion.along(p, -part * w) for p, w in known.items()}
+        best["own"] = float(part > 0)
     for name, u in named.items() if any(best.values()) else ():
         for p, w in u.items():
             moved, way = _move_(p, w.mul_(best[name])), optimizer.state[p].get("update")
