@@ -158,3 +158,22 @@ def test_a_layer_goes_as_far_as_they_say() -> None:
     # Singular values are one but for the iterations' error, and a tall layer's columns are longer than one.
     scale = [math.sqrt(max(1.0, len(b.parameters[0]) / 6)) for b in blocks]
     assert found == pytest.approx([p * s for p, s in zip(report.proportions, scale)], rel=0.15)
+
+
+def test_they_do_not_depend_on_how_inputs_are_encoded() -> None:
+    scale, shift = torch.tensor([1.0, 3.0, -0.2, 10.0, 0.5]).double(), torch.arange(5.0).double()
+    found = []
+    for a, b in ((torch.ones_like(scale), torch.zeros_like(shift)), (scale, shift)):
+        torch.manual_seed(0)
+        model, loss = mlp(5, 7, 6, 3), qd.Categorical()
+        first = linear_layers(model)[0]
+        with torch.no_grad():
+            first.weight.div_(a)
+            first.bias.sub_(first.weight @ b)
+        optimizer = qd.Riemannian(model, loss, metric="exact", safeguard=None)
+        x, t = batch("categorical", 40, 5, 3)
+        loss(model(x * a + b), t).backward()
+        optimizer.step()
+        assert optimizer.auto is not None
+        found.append(optimizer.auto.strengths)
+    assert found[0] == pytest.approx(found[1]) and max(map(abs, found[0])) > 0.05
