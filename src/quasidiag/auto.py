@@ -141,9 +141,7 @@ def average_(state: dict[str, Any], g: Tensor, new: float) -> Tensor:
     return average.lerp(g, new) if whole > NEARLY else average.lerp(g, new).div_(whole)
 
 
-def propose(
-    optimizer: Riemannian, gradient: Direction, measures: bool = True
-) -> dict[Tensor, Tensor]:
+def propose(optimizer: Riemannian, gradient: Direction, measures: bool) -> dict[Tensor, Tensor]:
     """The direction *d*, from the averaged gradient. Layers go as far as they did when this was last measured."""
     assert optimizer.auto is not None
     new = 1 / reach(optimizer.auto.steps)
@@ -181,10 +179,11 @@ def _proportion_(optimizer: Riemannian, found: dict[Tensor, Tensor], measures: b
     report = optimizer.auto
     blocks = [b for b in optimizer._blocks if any(p in found for p in b.parameters)]
     if measures or len(report.proportions) != len(blocks):
-        p = power(reach(report.steps) / FEWEST)
-        known = report.strengths
-        report.strengths = strengths(blocks, optimizer.state, known, _ranks(optimizer))
-        report.proportions = proportions(report.strengths, p)
+        before, ranks = report.strengths, _ranks(optimizer)
+        report.strengths = strengths(blocks, optimizer.state, before, ranks)
+        report.proportions = proportions(report.strengths, power(reach(report.steps) / FEWEST))
+    if all(x == 1 for x in report.proportions):
+        return  # as in all of the first steps
     of: dict[Tensor, float] = {
         p: x for block, x in zip(blocks, report.proportions) for p in block.parameters
     }
