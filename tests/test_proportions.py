@@ -1,4 +1,4 @@
-"""How far the layers go, relative to each other: by the length of their weights in the metric."""
+"""How far the layers go, relative to each other: by the length of their weights in the metric, and by their echoes."""
 
 from __future__ import annotations
 
@@ -13,7 +13,18 @@ from torch import Tensor, nn
 import quasidiag as qd
 from nets import batch, linear_layers, mlp
 from quasidiag.auto import FEWEST, MOST, PART, reach
-from quasidiag.proportions import FALL, UNEVEN, power, proportions, strengths
+from quasidiag.proportions import (
+    FALL,
+    FURTHER,
+    GROWTH,
+    NEW,
+    UNEVEN,
+    echoes,
+    further,
+    power,
+    proportions,
+    strengths,
+)
 from quasidiag.quadratic import Report
 
 
@@ -44,8 +55,8 @@ def measured(optimizer: qd.Riemannian) -> list[float]:
 def test_the_power_grows_with_the_average() -> None:
     powers = [power(reach(steps) / FEWEST) for steps in range(3000)]
     first = int(PART * FEWEST)
-    assert powers[: first + 1] == [0.0] * (first + 1) and powers == sorted(powers)
-    assert powers[2 * first] == 0.5 and powers[-1] == 1 - FEWEST / MOST > 0.8
+    assert powers[: first + 1] == [0.5] * (first + 1) and powers == sorted(powers)
+    assert powers[2 * first] == 0.75 and powers[-1] == 1 - FEWEST / MOST / 2 > 0.9
 
 
 def test_they_are_those_of_the_variances_and_the_weights() -> None:
@@ -59,7 +70,7 @@ def test_they_are_those_of_the_variances_and_the_weights() -> None:
     lengths = torch.stack(expected)
     lengths = lengths / lengths.log().mean().exp()
     for p in (0.3, 1.0):
-        found = proportions(measured(optimizer), p)
+        found = proportions(measured(optimizer), p, [0.0] * 3)
         torch.testing.assert_close(torch.tensor(found, dtype=torch.float64), lengths**p)
 
 
@@ -68,7 +79,7 @@ def test_a_layer_of_zeros_goes_as_far_as_the_mean_and_no_other_much_further(fact
     optimizer = trained(mlp(5, 7, 6, 3))
     with torch.no_grad():
         linear_layers(optimizer.model)[1].weight.mul_(factor)
-    found = proportions(measured(optimizer), 1.0)
+    found = proportions(measured(optimizer), 1.0, [0.0] * 3)
     assert all(1 / UNEVEN <= x <= UNEVEN for x in found)
     if factor:
         assert found[1] == pytest.approx(UNEVEN if factor > 1 else 1 / UNEVEN)
@@ -135,7 +146,7 @@ def test_steps_in_between_keep_them() -> None:
     kept = list(report.proportions)
     with torch.no_grad():  # what nobody looks at until the next measurement
         linear_layers(optimizer.model)[0].weight.mul_(1.1)
-    assert proportions(measured(optimizer), 0.5) != pytest.approx(kept, rel=1e-3)
+    assert proportions(measured(optimizer), 0.5, report.further) != pytest.approx(kept, rel=1e-3)
     x, t = batch("categorical", 40, 5, 3, seed=6)
     assert optimizer.criterion is not None
     optimizer.zero_grad()
@@ -158,6 +169,73 @@ def test_a_layer_goes_as_far_as_they_say() -> None:
     # Singular values are one but for the iterations' error, and a tall layer's columns are longer than one.
     scale = [math.sqrt(max(1.0, len(b.parameters[0]) / 6)) for b in blocks]
     assert found == pytest.approx([p * s for p, s in zip(report.proportions, scale)], rel=0.15)
+
+
+def test_a_layer_that_finds_its_slope_as_it_was_goes_further() -> None:
+    """While others cross their valleys: none of these goes less far for that."""
+    falls, slopes = [-1.0, -2.0, -4.0], [-0.8, 1.0, 2.0]
+    heard, more = [0.0] * 3, [0.0] * 3
+    for _ in range(3):
+        heard = echoes(heard, slopes, falls)
+        before, more = more, further(more, heard, falls)
+        usual = heard[0] / 3
+        assert more == pytest.approx([before[0] + GROWTH * (heard[0] - usual), 0.0, 0.0])
+    assert heard == pytest.approx([x * (1 - (1 - NEW) ** 3) for x in (0.8, -0.5, -0.5)])
+    for _ in range(100):
+        more = further(more, heard, falls)
+    assert more == pytest.approx([math.log(FURTHER), 0.0, 0.0])
+    assert proportions([0.3, 0.0, -0.3], 0.5, more)[0] == pytest.approx(FURTHER * math.exp(0.15))
+    heard = echoes(heard, [1.0, 1.0, 1.0], falls)
+    assert heard[0] < 0 and further(more, heard, falls)[0] == pytest.approx(
+        more[0] + GROWTH * heard[0]
+    )
+
+
+def test_layers_that_find_the_same_go_on_as_before() -> None:
+    more = further([0.1, 0.2], echoes([0.0, 0.0], [-1e9, -0.3], [-1.0, -0.1]), [-1.0, -0.1])
+    assert more == pytest.approx([0.1, 0.2])
+
+
+def test_a_layer_that_did_not_descend_has_no_say() -> None:
+    heard = echoes([0.4, 0.3, 0.2], [-1.0, -1.0, -1.0], [-2.0, 0.0, 3.0])
+    assert heard == pytest.approx([0.4 + NEW * 0.1, 0.3, 0.2])
+    assert further([0.1, 0.2, 0.3], heard, [-2.0, 0.0, 3.0]) == pytest.approx([0.1, 0.2, 0.3])
+
+
+@pytest.mark.parametrize("every", [1, 4])
+def test_echoes_are_those_of_the_steps_that_were_measured(every: int) -> None:
+    """Against slopes from the parameters themselves."""
+    torch.manual_seed(0)
+    model, loss = mlp(5, 7, 6, 3), qd.LearnedGaussian(3).double()
+    optimizer = qd.Riemannian(model, loss, step="auto", step_every=every, averaged=False)
+    report, layers = optimizer.auto, [[*layer.parameters()] for layer in linear_layers(model)]
+    assert report is not None
+    falls, places, listened = [0.0] * 3, [[p.detach().clone() for p in y] for y in layers], 0
+    expected, more = [0.0] * 3, [0.0] * 3
+    for seed in range(14):
+        x, t = batch("gaussian", 40, 5, 3, seed=seed)
+        optimizer.zero_grad()
+        loss(model(x), t).backward()
+        grads = [[p.grad.clone() for p in y if p.grad is not None] for y in layers]
+        now = [[p.detach().clone() for p in y] for y in layers]
+        stride, retreats = report.stride, report.retreats
+        optimizer.step()
+        if stride == 1 and report.retreats == retreats:
+            slopes = [slope(g, a, b) for g, a, b in zip(grads, places, now)]
+            expected = echoes(expected, slopes, falls)
+            more = further(more, expected, falls)
+            listened += 1
+        assert report.echoes == pytest.approx(expected if listened else [])
+        assert report.further == pytest.approx(more if listened else [])
+        after = [[p.detach().clone() for p in y] for y in layers]
+        falls, places = [slope(g, a, b) for g, a, b in zip(grads, now, after)], now
+        if report.stride == 1:
+            assert report.falls == pytest.approx([*falls, 0.0])
+    assert listened > 3 and max(more) > 0
+
+
+def slope(gradients: list[Tensor], start: list[Tensor], end: list[Tensor]) -> float:
+    return sum(float((g * (b - a)).sum()) for g, a, b in zip(gradients, start, end))
 
 
 def test_they_do_not_depend_on_how_inputs_are_encoded() -> None:

@@ -29,8 +29,8 @@ from torch import Tensor
 
 from quasidiag import orthogonal, rest, together
 from quasidiag.blocks import DiagonalBlock
-from quasidiag.proportions import power, proportions, strengths
-from quasidiag.quadratic import QuadraticModel, Report, before_way, dot, mean
+from quasidiag.proportions import echoes, further, power, proportions, strengths
+from quasidiag.quadratic import QuadraticModel, Report, before_way, dot, dots, mean
 from quasidiag.replay import Direction
 from quasidiag.sums import dtype_of
 
@@ -177,13 +177,16 @@ def _proportion_(optimizer: Riemannian, found: dict[Tensor, Tensor], measures: b
     """Let each layer's direction be as long as its weights count (:mod:`quasidiag.proportions`)."""
     assert optimizer.auto is not None
     report = optimizer.auto
-    blocks = [b for b in optimizer._blocks if any(p in found for p in b.parameters)]
+    moving = {
+        i: b for i, b in enumerate(optimizer._blocks) if any(p in found for p in b.parameters)
+    }
+    blocks = [*moving.values()]
     if measures or len(report.proportions) != len(blocks):
         before, ranks = report.strengths, _ranks(optimizer)
         report.strengths = strengths(blocks, optimizer.state, before, ranks)
-        report.proportions = proportions(report.strengths, power(reach(report.steps) / FEWEST))
-    if all(x == 1 for x in report.proportions):
-        return  # as in all of the first steps
+        p = power(reach(report.steps) / FEWEST)
+        more = [report.further[i] for i in moving] if report.further else [0.0] * len(blocks)
+        report.proportions = proportions(report.strengths, p, more)
     of: dict[Tensor, float] = {
         p: x for block, x in zip(blocks, report.proportions) for p in block.parameters
     }
@@ -242,8 +245,8 @@ def descend_(optimizer: Riemannian, model: QuadraticModel, measures: bool) -> No
         p: optimizer._gradient(p) for p in optimizer._group if p.grad is not None
     }
     other: dict[Tensor, Tensor] = dict(together.others(optimizer))
-    if report.stride == 1 and report.listens and _largest(optimizer) <= 1:
-        report.heard(_slope(optimizer, gradient))
+    if report.stride == 1:
+        _listen(optimizer, report, gradient)
     named = {"new": propose(optimizer, gradient, measures), "other": other}
     named = {name: u for name, u in named.items() if u}
     known = own(optimizer, gradient)
@@ -275,8 +278,8 @@ def descend_(optimizer: Riemannian, model: QuadraticModel, measures: bool) -> No
             rest.displace_(optimizer, p, moved)
             optimizer.state[p]["update"] = moved if way is None else way.add_(moved)
     if measures:
-        report.fall = sum(best[name] * report.slopes[name] for name in named if name != "own")
-        report.extent = factor * report.damped
+        report.falls = _slopes(optimizer, gradient)
+        report.fall, report.extent = sum(report.falls), factor * report.damped
     report.alpha, report.other = (-best.get(name, 0.0) for name in ("new", "other"))
     report.own = part
     report.factor = factor
@@ -309,12 +312,27 @@ def _factor(optimizer: Riemannian, model: QuadraticModel) -> float:
     return factor if same else factor * min(1.0, math.sqrt(terms / FULL))
 
 
-def _slope(optimizer: Riemannian, gradient: Direction) -> float:
-    """That along the way since the model was last measured, the criterion's own parameters left out."""
-    assert optimizer.criterion is not None
-    own = set(optimizer.criterion.parameters())
-    way = {p: u for p, u in _way(optimizer).items() if p not in own}
-    return float(mean(dot(gradient, way), _ranks(optimizer)))
+def _slopes(optimizer: Riemannian, gradient: Direction) -> list[float]:
+    """Those along the way of each layer since the model was last measured; along that of what is in none, at the end."""
+    way, own = _way(optimizer), set(optimizer.criterion.parameters() if optimizer.criterion else ())
+    layers: list[Sequence[Tensor]] = [block.parameters for block in optimizer._blocks]
+    layers.append([p for p in optimizer._others if p not in own])
+    parts = [{p: way[p] for p in layer if p in way} for layer in layers]
+    return mean(dots(gradient, parts), _ranks(optimizer)).tolist()
+
+
+def _listen(optimizer: Riemannian, report: Report, gradient: Direction) -> None:
+    """What this minibatch finds left of the slope along the last step, which was measured."""
+    slopes = _slopes(optimizer, gradient)
+    if len(slopes) != len(report.falls) or not all(map(math.isfinite, slopes)):
+        return
+    if report.listens and _largest(optimizer) <= 1:
+        report.heard(sum(slopes))
+    layers = len(slopes) - 1
+    if len(report.further) != layers:
+        report.echoes, report.further = [0.0] * layers, [0.0] * layers
+    report.echoes = echoes(report.echoes, slopes[:-1], report.falls[:-1])
+    report.further = further(report.further, report.echoes, report.falls[:-1])
 
 
 def _move_(p: Tensor, w: Tensor) -> Tensor:

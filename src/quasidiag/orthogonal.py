@@ -33,7 +33,7 @@ QUINTICS = (
     (2.1894628398, -1.5672206835, 0.4078871580),
 )
 #: For rounding: singular values begin below one over this.
-MARGIN = 1.01
+MARGIN = 1.02
 #: So many units of a wide layer are made orthogonal to each other; more would cost more, and bring little. Wide is a
 #: layer with more units and inputs than that by a quarter.
 GROUP, WIDE = 256, 320
@@ -46,14 +46,15 @@ FADED = 1e-3
 def newton_schulz(matrices: Tensor) -> Tensor:
     r"""About :math:`P Q^⊤` for every :math:`U = P Σ Q^⊤`.
 
-    .. math:: X ← aX + (b X X^⊤ + c (X X^⊤)^2) X, \qquad X_0 = U/‖U‖.
+    .. math:: X ← aX + (b X X^⊤ + c (X X^⊤)^2) X, \qquad X_0 = U/‖U‖_8.
 
-    Singular values of more than 0.006 :math:`‖U‖` come within 9 % of one. On a GPU in bfloat16, which is exact enough
+    Singular values of more than 0.0051 :math:`‖U‖_8` come within 9 % of one. On a GPU in bfloat16, which is exact enough
     for a direction.
     """
     half = matrices.is_cuda and matrices.dtype == torch.float32
     x, tall = _prepared(matrices.bfloat16() if half else matrices)
-    x = x / torch.linalg.vector_norm(x, dim=(-2, -1), keepdim=True).mul(MARGIN).clamp_min(1.0)
+    gram = x @ x.mT
+    x = (x / _largest(gram @ gram).sqrt()).to(x.dtype)
     for a, b, c in QUINTICS:
         gram = x @ x.mT
         x = torch.baddbmm(x, torch.baddbmm(gram, gram, gram, beta=b, alpha=c), x, beta=a)
@@ -69,20 +70,32 @@ def by_gram(matrices: Tensor) -> Tensor:
     """
     x, tall = _prepared(matrices)
     gram = x @ x.mT
-    norm = gram.diagonal(dim1=-2, dim2=-1).sum(-1).sqrt().mul(MARGIN).clamp_min(1.0)[:, None, None]
-    gram = gram / norm.square()
-    product = quintic = _quintic(gram, *QUINTICS[0])
+    square = gram @ gram
+    largest = _largest(square)
+    gram = gram / largest
+    product = quintic = _quintic(gram, square / largest.square(), *QUINTICS[0])
     for coefficients in QUINTICS[1:]:
         gram = gram @ quintic @ quintic
-        quintic = _quintic(gram, *coefficients)
+        quintic = _quintic(gram, gram @ gram, *coefficients)
         product = quintic @ product
-    x = (product / norm) @ x
+    x = (product / largest.sqrt()) @ x
     return x.mT if tall else x
 
 
-def _quintic(gram: Tensor, a: float, b: float, c: float) -> Tensor:
+def _largest(square: Tensor) -> Tensor:
+    r"""No eigenvalue of a Gram matrix :math:`G` is larger, given :math:`G^2`: :math:`‖U‖_8^2 = (\sum_i σ_i^8)^{1/4}`.
+
+    Nearly the largest itself, where the Frobenius norm, which costs nothing, would be two to three times as long: the
+    weaker directions of a gradient would be left that much weaker.
+    """
+    dtype = torch.promote_types(square.dtype, torch.float32)
+    norm = torch.linalg.vector_norm(square, dim=(-2, -1), keepdim=True, dtype=dtype).sqrt()
+    return norm.mul(MARGIN**2).clamp_min(1.0)  # less than one is a matrix of zeros
+
+
+def _quintic(gram: Tensor, square: Tensor, a: float, b: float, c: float) -> Tensor:
     """What a quintic multiplies by: :math:`a + b G + c G^2`."""
-    even = torch.baddbmm(gram, gram, gram, beta=b, alpha=c)
+    even = torch.add(gram * b, square, alpha=c)
     even.diagonal(dim1=-2, dim2=-1).add_(a)
     return even
 

@@ -7,8 +7,12 @@ metric, in all of them. But a layer's weights have a length there too,
 
 how much what its units say varies, as it is heard at the outputs; it does not depend on how inputs and activities are
 encoded (with a bias: the variance of an input without one is measured from its zero). Layers go as far as :math:`ρ^p`
-says, relative to the geometric mean of all: at first not at all, which is the quickest, and later on the more so the
+says, relative to the geometric mean of all: half of it at first, which is the quickest, and later on the more so the
 longer training is.
+
+Whether that was far enough, the step after tells: what part of the slope along the layer's step it finds left, its echo.
+All of a step is as long as is best for all layers together, and one that finds its slope as it was, while others have
+crossed their valleys, goes further from then on.
 """
 
 from __future__ import annotations
@@ -31,11 +35,14 @@ UNEVEN = 4.0
 #: By so much may the logarithm of a layer's :math:`ρ`, relative to the others', fall from one measurement to the next: a
 #: layer that is made anew in mid-training must go as far as before, or it would not grow.
 FALL = 0.02
+#: A layer goes further by this factor at most; so much does its logarithm grow at once, for an echo of one. How much of
+#: its average a new echo is.
+FURTHER, GROWTH, NEW = 4.0, 0.2, 0.6
 
 
 def power(longer: float) -> float:
     """:math:`p`, when the gradient's average reaches back so many times as far as at first."""
-    return 1 - 1 / longer
+    return 1 - 1 / (2 * longer)
 
 
 def strengths(
@@ -59,6 +66,28 @@ def strengths(
     return [x - middle if math.isfinite(x) else 0.0 for x in of]
 
 
-def proportions(strengths: Sequence[float], power: float) -> list[float]:
-    r""":math:`(ρ/\bar ρ)^p`, within bounds."""
-    return [min(max(math.exp(power * x), 1 / UNEVEN), UNEVEN) for x in strengths]
+def echoes(before: Sequence[float], slopes: Sequence[float], falls: Sequence[float]) -> list[float]:
+    """The averages, with what is left of the slope along each layer's step; one that did not descend keeps its own."""
+    fresh = [min(max(s / f, -1.0), 1.0) if f < 0 else b for s, f, b in zip(slopes, falls, before)]
+    return [b + NEW * (x - b) for b, x in zip(before, fresh)]
+
+
+def further(
+    before: Sequence[float], echoes: Sequence[float], falls: Sequence[float]
+) -> list[float]:
+    """The logarithm of how much further each layer goes than its weights say.
+
+    It grows where more than usual of the slope is left, and falls again where the layer's valley is crossed.
+    """
+    left = [max(e, 0.0) for e, fall in zip(echoes, falls) if fall < 0]
+    usual = sum(left) / max(1, len(left))
+    growth = [
+        GROWTH * (e - usual if e > 0 else e) if fall < 0 else 0.0 for e, fall in zip(echoes, falls)
+    ]
+    return [min(max(b + x, 0.0), math.log(FURTHER)) for b, x in zip(before, growth)]
+
+
+def proportions(strengths: Sequence[float], power: float, further: Sequence[float]) -> list[float]:
+    r""":math:`(ρ/\bar ρ)^p`, within bounds, and how much further than that."""
+    found = [min(max(math.exp(power * x), 1 / UNEVEN), UNEVEN) for x in strengths]
+    return [x * math.exp(more) for x, more in zip(found, further)]

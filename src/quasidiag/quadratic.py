@@ -31,12 +31,14 @@ FEWEST = 128
 STEPS, RISE, DECAY = 50, 1.2, 0.95
 #: Of the damping, relative to the curvature along the usual step. The upper one is the second where minibatches have
 #: their curvature in common, and the third where they do not.
-BOUNDS = 0.01, 1.0, 10.0
+BOUNDS = 0.01, 1.0, 3.0
 #: That is what the echo tells, from the first of these on, and for certain at the second.
 ECHOES = -0.1, -0.3
 #: Steps that raised the loss by what they were to lower it (with its damping), or by what is usual if that is less, are
 #: taken back, and the damping raised so that the next one is shorter, by this factor at most.
 SHORTEST = 0.1
+#: Relative to the loss: what is less than this may be rounding, and no harm, when steps are very short.
+ROUNDING = 1e-6
 #: What two in a row promised is no outlier's: the usual is taken to be no less than a part of it.
 CHANGE = 10.0
 #: The part of their natural step that the criterion's own parameters take, and the largest at first.
@@ -89,6 +91,9 @@ class Report:
         slopes: of the loss along these.
         parts: the groups' factors then, relative to the largest.
         strengths: how much the weights of each layer count, as a logarithm relative to the mean.
+        falls: the change of the loss that each layer's part of a measured step was to bring, by the slope alone.
+        echoes: the part of that which the next minibatch finds left, on the average, layer by layer.
+        further: the logarithm of how much further each layer goes for that.
         proportions: how far each layer went for that.
         forms: the averages of :math:`u^⊤Fv / \sqrt{u^⊤Mu\; v^⊤Mv}`, by the names of the directions.
     """
@@ -123,6 +128,9 @@ class Report:
     slopes: dict[str, float] = field(default_factory=dict)
     parts: list[float] = field(default_factory=list)
     strengths: list[float] = field(default_factory=list)
+    falls: list[float] = field(default_factory=list)
+    echoes: list[float] = field(default_factory=list)
+    further: list[float] = field(default_factory=list)
     proportions: list[float] = field(default_factory=list)
     forms: dict[str, float] = field(default_factory=dict)
 
@@ -233,7 +241,7 @@ class QuadraticModel:
         ``steep`` is the slope along the natural gradient of the criterion's own parameters.
         """
         names, directions, k = [*named], [*named.values()], len(named)
-        linear = torch.stack([dot(gradient, u) for u in directions])
+        linear = dots(gradient, directions)
         fisher = self._fisher(directions)
         # g and M are the same on all ranks, up to rounding; the minibatch is not.
         numbers = mean(torch.cat([linear, fisher.flatten()]), ranks)
@@ -278,7 +286,7 @@ class QuadraticModel:
         self, gradient: Direction, named: Mapping[str, Direction], factor: float, ranks: Any = None
     ) -> list[float]:
         """The coefficients of the last measurement, each smaller by as much as the slope along its direction is."""
-        slopes = mean(torch.stack([dot(gradient, u) for u in named.values()]), ranks).tolist()
+        slopes = mean(dots(gradient, [*named.values()]), ranks).tolist()
         if not all(map(math.isfinite, slopes)):
             self.report.steady = False
             return [0.0] * len(slopes)
@@ -355,7 +363,8 @@ class QuadraticModel:
         report.actual = float(now - before)
         predicted = report.stride * report.predicted
         report.ratio = report.actual / -abs(predicted) if predicted else 0.0
-        if not report.actual < min(promise, report.stride * math.exp(report.hope)):
+        most = min(promise, report.stride * math.exp(report.hope))
+        if not report.actual < max(most, ROUNDING * abs(float(before))):
             # The parabola through what is known has its minimum at this part of the step, for a curvature that much larger.
             part = promise / (report.actual + 2 * promise)
             part = max(part, SHORTEST) if math.isfinite(report.actual) else SHORTEST
@@ -388,13 +397,24 @@ def before_way(p: Tensor, u: Tensor) -> Tensor:
     return (p.detach().to(u.dtype) - u).to(p.dtype)
 
 
+def dots(covector: Direction, directions: Sequence[Direction]) -> Tensor:
+    """The product with each direction, over the parameters that both have; a device is waited for once."""
+    found, of = [], []
+    for i, u in enumerate(directions):
+        for p, v in u.items():
+            if p in covector:
+                found.append(torch.dot(v.flatten(), covector[p].flatten().to(v.dtype)))
+                of.append(i)
+    total = torch.zeros(len(directions), dtype=torch.float64)
+    if not found:
+        return total
+    together = torch.stack([x.to(found[0].device).double() for x in found]).cpu()
+    return total.index_add_(0, torch.tensor(of), together)
+
+
 def dot(covector: Direction, u: Direction) -> Tensor:
-    """Over the parameters that both have, without waiting for a device more than once."""
-    pairs = [(covector[p].flatten(), v.flatten()) for p, v in u.items() if p in covector]
-    if not pairs:
-        return torch.zeros((), dtype=torch.float64)
-    dots = [torch.dot(v, w.to(v.dtype)) for v, w in pairs]
-    return torch.stack([x.to(dots[0].device).double() for x in dots]).sum().cpu()
+    """The product with one direction."""
+    return dots(covector, [u])[0]
 
 
 def mean(numbers: Tensor, ranks: Any) -> Tensor:
