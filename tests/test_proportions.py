@@ -234,6 +234,51 @@ def test_echoes_are_those_of_the_steps_that_were_measured(every: int) -> None:
     assert listened > 3 and max(more) > 0
 
 
+def test_layers_that_come_later_are_heard_from_then_on() -> None:
+    torch.manual_seed(0)
+    model = mlp(5, 7, 6, 3)
+    first, *others = linear_layers(model)
+    given = [p for layer in others for p in layer.parameters()]
+    optimizer = trained_on(qd.Riemannian(model, qd.Categorical(), params=given), 9)
+    report = optimizer.auto
+    assert report is not None and len(report.further) == 2
+    optimizer.add_param_group({"params": [*first.parameters()]})
+    trained_on(optimizer, 9)
+    assert len(report.further) == len(report.echoes) == len(optimizer._blocks) == 3
+
+
+def test_lists_of_another_network_are_begun_anew() -> None:
+    optimizer = trained(mlp(5, 7, 6, 3), steps=9)
+    for name, kept in (("further", [0.5]), ("further", [0.5] * 5), ("echoes", [0.5] * 2)):
+        state = optimizer.state_dict()
+        state["auto"][name] = kept
+        other = qd.Riemannian(mlp(5, 7, 6, 3), qd.Categorical())
+        other.load_state_dict(state)
+        trained_on(other, 9)
+        assert other.auto is not None
+        assert len(other.auto.further) == len(other.auto.echoes) == 3
+
+
+@pytest.mark.parametrize("silent", ["short", "frozen"])
+def test_a_layer_that_was_kept_short_has_no_say(silent: str) -> None:
+    """Its slope is as it was because somebody said so; or nobody knows what is left of it."""
+    torch.manual_seed(0)
+    model = mlp(5, 7, 6, 3)
+    *others, last = linear_layers(model)
+    lr = 0.01 if silent == "short" else 1.0
+    groups = [
+        {"params": [p for layer in others for p in layer.parameters()]},
+        {"params": [*last.parameters()], "lr": lr},
+    ]
+    optimizer = qd.Riemannian(model, qd.Categorical(), params=groups, step_every=1)
+    for _ in range(20):
+        trained_on(optimizer, 1)
+        last.requires_grad_(silent == "short" or not last.weight.requires_grad)
+    report = optimizer.auto
+    assert report is not None and report.echoes[2] == report.further[2] == 0.0
+    assert report.echoes[0] != 0 != report.echoes[1]
+
+
 def slope(gradients: list[Tensor], start: list[Tensor], end: list[Tensor]) -> float:
     return sum(float((g * (b - a)).sum()) for g, a, b in zip(gradients, start, end))
 

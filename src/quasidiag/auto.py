@@ -30,7 +30,7 @@ from torch import Tensor
 from quasidiag import orthogonal, rest, together
 from quasidiag.blocks import DiagonalBlock
 from quasidiag.proportions import echoes, further, power, proportions, strengths
-from quasidiag.quadratic import QuadraticModel, Report, before_way, dot, dots, mean
+from quasidiag.quadratic import WHOLE, QuadraticModel, Report, before_way, dot, dots, mean
 from quasidiag.replay import Direction
 from quasidiag.sums import dtype_of
 
@@ -168,9 +168,14 @@ def propose(optimizer: Riemannian, gradient: Direction, measures: bool) -> dict[
     solved = orthogonal.steps([*matrices], optimizer.state, [*matrices.values()], batch)
     for block, d in zip(matrices, solved):
         found |= dict(zip(block.parameters, d))
-    if found and optimizer.orthogonal and optimizer.reduction != "unitwise":
+    if found and _proportioned(optimizer):
         _proportion_(optimizer, found, measures)
     return found
+
+
+def _proportioned(optimizer: Riemannian) -> bool:
+    """Whether directions are brought to equal lengths, and then to those of their layers."""
+    return optimizer.orthogonal and optimizer.reduction != "unitwise"
 
 
 def _proportion_(optimizer: Riemannian, found: dict[Tensor, Tensor], measures: bool) -> None:
@@ -185,7 +190,8 @@ def _proportion_(optimizer: Riemannian, found: dict[Tensor, Tensor], measures: b
         before, ranks = report.strengths, _ranks(optimizer)
         report.strengths = strengths(blocks, optimizer.state, before, ranks)
         p = power(reach(report.steps) / FEWEST)
-        more = [report.further[i] for i in moving] if report.further else [0.0] * len(blocks)
+        known = len(report.further) == len(optimizer._blocks)
+        more = [report.further[i] if known else 0.0 for i in moving]
         report.proportions = proportions(report.strengths, p, more)
     of: dict[Tensor, float] = {
         p: x for block, x in zip(blocks, report.proportions) for p in block.parameters
@@ -322,17 +328,28 @@ def _slopes(optimizer: Riemannian, gradient: Direction) -> list[float]:
 
 
 def _listen(optimizer: Riemannian, report: Report, gradient: Direction) -> None:
-    """What this minibatch finds left of the slope along the last step, which was measured."""
-    slopes = _slopes(optimizer, gradient)
+    """What this minibatch finds left of the slope along the last step, which was measured.
+
+    A layer without a gradient says nothing of it, nor does one whose group goes less far than it would.
+    """
+    slopes, blocks = _slopes(optimizer, gradient), optimizer._blocks
     if len(slopes) != len(report.falls) or not all(map(math.isfinite, slopes)):
         return
-    if report.listens and _largest(optimizer) <= 1:
+    complete = all(p in gradient for p in _way(optimizer))
+    if report.listens and complete and _largest(optimizer) <= 1:
         report.heard(sum(slopes))
-    layers = len(slopes) - 1
-    if len(report.further) != layers:
-        report.echoes, report.further = [0.0] * layers, [0.0] * layers
-    report.echoes = echoes(report.echoes, slopes[:-1], report.falls[:-1])
-    report.further = further(report.further, report.echoes, report.falls[:-1])
+    if not _proportioned(optimizer):
+        return
+    if not len(report.echoes) == len(report.further) == len(blocks):
+        report.echoes, report.further = [0.0] * len(blocks), [0.0] * len(blocks)
+    falls = [
+        fall
+        if all(p in gradient and float(optimizer._group[p]["lr"]) > WHOLE for p in b.parameters)
+        else 0.0
+        for b, fall in zip(blocks, report.falls)
+    ]
+    report.echoes = echoes(report.echoes, slopes[:-1], falls)
+    report.further = further(report.further, report.echoes, falls)
 
 
 def _move_(p: Tensor, w: Tensor) -> Tensor:

@@ -32,7 +32,7 @@ QUINTICS = (
     (3.1746036571, -2.3804328339, 0.4978263935),
     (2.1894628398, -1.5672206835, 0.4078871580),
 )
-#: For rounding: singular values begin below one over this.
+#: For rounding: singular values begin below one over this, and in bfloat16 an iteration takes them for larger by it.
 MARGIN = 1.02
 #: So many units of a wide layer are made orthogonal to each other; more would cost more, and bring little. Wide is a
 #: layer with more units and inputs than that by a quarter.
@@ -53,9 +53,11 @@ def newton_schulz(matrices: Tensor) -> Tensor:
     """
     half = matrices.is_cuda and matrices.dtype == torch.float32
     x, tall = _prepared(matrices.bfloat16() if half else matrices)
+    margin = MARGIN if x.dtype == torch.bfloat16 else 1.0
     gram = x @ x.mT
-    x = (x / _largest(gram @ gram).sqrt()).to(x.dtype)
+    x = (x / _bound(gram @ gram).sqrt()).to(x.dtype)
     for a, b, c in QUINTICS:
+        a, b, c = a / margin, b / margin**3, c / margin**5
         gram = x @ x.mT
         x = torch.baddbmm(x, torch.baddbmm(gram, gram, gram, beta=b, alpha=c), x, beta=a)
     return (x.mT if tall else x).to(matrices.dtype)
@@ -71,22 +73,22 @@ def by_gram(matrices: Tensor) -> Tensor:
     x, tall = _prepared(matrices)
     gram = x @ x.mT
     square = gram @ gram
-    largest = _largest(square)
-    gram = gram / largest
-    product = quintic = _quintic(gram, square / largest.square(), *QUINTICS[0])
+    bound = _bound(square)
+    gram = gram / bound
+    product = quintic = _quintic(gram, square / bound.square(), *QUINTICS[0])
     for coefficients in QUINTICS[1:]:
         gram = gram @ quintic @ quintic
         quintic = _quintic(gram, gram @ gram, *coefficients)
         product = quintic @ product
-    x = (product / largest.sqrt()) @ x
+    x = (product / bound.sqrt()) @ x
     return x.mT if tall else x
 
 
-def _largest(square: Tensor) -> Tensor:
+def _bound(square: Tensor) -> Tensor:
     r"""No eigenvalue of a Gram matrix :math:`G` is larger, given :math:`G^2`: :math:`‖U‖_8^2 = (\sum_i σ_i^8)^{1/4}`.
 
-    Nearly the largest itself, where the Frobenius norm, which costs nothing, would be two to three times as long: the
-    weaker directions of a gradient would be left that much weaker.
+    Nearly the largest itself. By the Frobenius norm, which is about twice as long, the weaker directions of a gradient
+    would be left that much weaker.
     """
     dtype = torch.promote_types(square.dtype, torch.float32)
     norm = torch.linalg.vector_norm(square, dim=(-2, -1), keepdim=True, dtype=dtype).sqrt()

@@ -30,7 +30,7 @@ from quasidiag.quadratic import mean
 if TYPE_CHECKING:
     from quasidiag.blocks import State
 
-#: No layer goes further than the mean by more than this factor, or less far.
+#: For its weights, no layer goes further than the mean by more than this factor, or less far.
 UNEVEN = 4.0
 #: By so much may the logarithm of a layer's :math:`ρ`, relative to the others', fall from one measurement to the next: a
 #: layer that is made anew in mid-training must go as far as before, or it would not grow.
@@ -77,7 +77,7 @@ def further(
 ) -> list[float]:
     """The logarithm of how much further each layer goes than its weights say.
 
-    It grows where more than usual of the slope is left, and falls again where the layer's valley is crossed.
+    It grows where more than usual of the slope is left, and falls again where it is less or the valley is crossed.
     """
     left = [max(e, 0.0) for e, fall in zip(echoes, falls) if fall < 0]
     usual = sum(left) / max(1, len(left))

@@ -41,8 +41,10 @@ SHORTEST = 0.1
 ROUNDING = 1e-6
 #: What two in a row promised is no outlier's: the usual is taken to be no less than a part of it.
 CHANGE = 10.0
-#: The part of their natural step that the criterion's own parameters take, and the largest at first.
-OWN, HALF = 0.04, 0.5
+#: The part of their natural step that the criterion's own parameters take, and the largest at first. They are then an
+#: average over all minibatches so far, in which the *k*-th weighs as :math:`k^{\text{EARLY} - 1}`: errors fall quickly
+#: at first.
+OWN, HALF, EARLY = 0.04, 0.5, 2
 #: The first step is so much shorter, and so many later none is: long first steps lead to where the loss is sharply
 #: curved, and all that follow must be short.
 FIRST, WARM_UP = 0.2, 40
@@ -94,7 +96,7 @@ class Report:
         falls: the change of the loss that each layer's part of a measured step was to bring, by the slope alone.
         echoes: the part of that which the next minibatch finds left, on the average, layer by layer.
         further: the logarithm of how much further each layer goes for that.
-        proportions: how far each layer went for that.
+        proportions: how far each layer went for both.
         forms: the averages of :math:`u^⊤Fv / \sqrt{u^⊤Mu\; v^⊤Mv}`, by the names of the directions.
     """
 
@@ -260,11 +262,11 @@ class QuadraticModel:
     def part(self, factor: float) -> float:
         """That of their natural step which the criterion's own parameters take: damped as the others' step is.
 
-        At first as if they were the mean over all minibatches so far; such steps are no shorter for being the first.
+        At first as if they were an average over all minibatches so far; such steps are no shorter for being the first.
         """
         report = self.report
-        part = min(max(OWN, 1 / ((report.steps + 2) * report.warmth)) * factor, HALF)
-        return part * report.damped
+        early = EARLY / ((report.steps + 1 + EARLY) * report.warmth)
+        return min(max(OWN, early) * factor, HALF) * report.damped
 
     def _expect(self, slope: Tensor, form: Tensor, length: Tensor, steep: float = 0.0) -> None:
         """Of a step at a factor of 1. The averages begin with the first one that there is."""

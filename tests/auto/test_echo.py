@@ -73,15 +73,20 @@ def test_the_damping_is_bounded_by_less_where_curvature_is_common() -> None:
 
 
 def test_deviations_become_an_average_of_the_last_minibatches() -> None:
-    """The part of their natural step falls like that of a mean over all minibatches, to one over the last 25."""
+    """The part of their natural step falls like that of an average over all minibatches, to one over the last 25."""
     report = Report(curvature=1.0)
     parts = []
     for report.steps in range(60):
         parts.append(judge(report).part(report.warmth))
-        assert judge(report).part(0.1 * report.warmth) == pytest.approx(0.1 * parts[-1])
+        whole = parts[-1] if report.steps else 2 / 3  # of which a half is the most
+        assert judge(report).part(0.1 * report.warmth) == pytest.approx(0.1 * whole)
     assert judge(Report(curvature=1.0)).part(1.0) == HALF
-    assert parts[0] == 0.5 and parts[:20] == pytest.approx([1 / (k + 2) for k in range(20)])
-    assert parts[40:] == pytest.approx([OWN] * 20)
+    assert parts[0] == HALF and parts[1:40] == pytest.approx([2 / (k + 3) for k in range(1, 40)])
+    assert parts[47:] == pytest.approx([OWN] * 13)
+    kept = 1.0  # of the fifth minibatch, after twenty: each weighs as much more as it came later
+    for part in parts[5:20]:
+        kept *= 1 - part
+    assert parts[4] * kept / parts[19] == pytest.approx((4 + 2) / (19 + 2))
     report.damping = 1.0
     assert judge(report).part(1.0) == pytest.approx(OWN / 2)
 

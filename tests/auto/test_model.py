@@ -269,7 +269,7 @@ def test_learned_deviations_take_a_part_of_their_natural_step() -> None:
         damped = optimizer.auto.curvature / (optimizer.auto.curvature + optimizer.auto.damping)
         assert 0.9 < damped < (1 if step else 1.01)
         optimizer.auto.forms = {}  # no average with those of this step
-        part = damped / (step + 2)  # a mean over all minibatches so far, the start counting as one
+        part = damped * min(2 / (step + 3), 0.5)  # an average over all minibatches so far
         natural = -part * g[-3:] / 2
         variances = (2 * before[-3:]).exp()
         moved = (2 * (before + taken)[-3:]).exp() - variances
