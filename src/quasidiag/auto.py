@@ -52,9 +52,9 @@ FULL = 500
 LONGER, SOON = 1.4, 100
 #: The fingerprint of the same samples in another order differs by no more than this part.
 SAME = 1e-9
-#: No layer moves by more than so many times its own weights: what little it has to say may be far from linear. Directions
-#: are shortened and measured anew so often. As this depends on the encoding, it is one of the safeguards.
-LONGEST, ROUNDS = 10.0, 3
+#: No layer moves by more than its own weights, so many times: what little it has to say may be far from linear.
+#: Directions are shortened and measured anew so often. As this depends on the encoding, it is one of the safeguards.
+LONGEST, ROUNDS = 1.0, 3
 
 
 def metric_due(optimizer: Riemannian) -> bool:

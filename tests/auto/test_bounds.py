@@ -52,13 +52,16 @@ def deep(dtype: torch.dtype = torch.float32) -> nn.Sequential:
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 def test_a_deep_net_that_says_nothing_yet_learns(dtype: torch.dtype) -> None:
-    """The best constant output has a loss of 79.5; without bounds every step is taken back for ever."""
+    """The best constant output has a loss of 79.5; without bounds every step is taken back for ever.
+
+    With bounds of ten times the weights the first hundred steps were mostly taken back.
+    """
     model, loss = deep(dtype), qd.Gaussian(1.0)
     rule = qd.Riemannian(model, loss)
     x = torch.randn(500, 56, generator=torch.Generator().manual_seed(1)).to(dtype)
-    losses = [train(model, loss, rule, x, x) for _ in range(200)]
-    assert rule.auto is not None and rule.auto.retreats < 20
-    assert losses[0] > 82 and losses[-1] < 79
+    losses = [train(model, loss, rule, x, x) for _ in range(60)]
+    assert rule.auto is not None and rule.auto.retreats < 3
+    assert losses[0] > 82 and losses[-1] < 78
 
 
 @pytest.mark.parametrize("factor", [1.0, 0.5])
