@@ -49,7 +49,7 @@ def trained_on(optimizer: qd.Riemannian, steps: int) -> qd.Riemannian:
 
 
 def measured(optimizer: qd.Riemannian) -> list[float]:
-    return strengths(optimizer._blocks, optimizer.state, [])
+    return strengths(optimizer._blocks, optimizer.state, [None] * len(optimizer._blocks))
 
 
 def test_the_power_grows_with_the_average() -> None:
@@ -112,6 +112,32 @@ def test_what_falls_slowly_is_as_it_is() -> None:
         for layer, factor in zip(linear_layers(optimizer.model), (3.0, 0.995, 1.01)):
             layer.weight.mul_(factor)
     assert strengths(optimizer._blocks, optimizer.state, kept) == pytest.approx(measured(optimizer))
+
+
+def test_a_layer_is_compared_with_itself() -> None:
+    """Also where others rest: what is known of a layer is kept by layer."""
+    model = mlp(5, 7, 6, 3)
+    first, _, last = linear_layers(model)
+    with torch.no_grad():
+        first.weight.mul_(20.0)
+    optimizer = qd.Riemannian(model, qd.Categorical(), step_every=1)
+    report = optimizer.auto
+    assert report is not None
+    last.requires_grad_(False)
+    trained_on(optimizer, 3)
+    assert report.strengths[2] is None and None not in report.strengths[:2]
+    known = report.strengths[1]
+    first.requires_grad_(False)
+    last.requires_grad_(True)
+    trained_on(optimizer, 2)  # what thaws waits for its metric
+    assert known is not None and report.strengths[0] is not None and report.strengths[0] > known
+    assert report.strengths[1:] == pytest.approx(expected_alone(optimizer, [1, 2]), abs=0.1)
+
+
+def expected_alone(optimizer: qd.Riemannian, which: list[int]) -> list[float]:
+    """The strengths of some layers, as if nothing had been known of them."""
+    blocks = [optimizer._blocks[i] for i in which]
+    return strengths(blocks, optimizer.state, [None] * len(blocks))
 
 
 @pytest.mark.parametrize("options", [{"orthogonal": False}, {"reduction": "unitwise"}])

@@ -187,12 +187,14 @@ def _proportion_(optimizer: Riemannian, found: dict[Tensor, Tensor], measures: b
     }
     blocks = [*moving.values()]
     if measures or len(report.proportions) != len(blocks):
-        before, ranks = report.strengths, _ranks(optimizer)
-        report.strengths = strengths(blocks, optimizer.state, before, ranks)
+        every, ranks = len(optimizer._blocks), _ranks(optimizer)
+        kept = report.strengths if len(report.strengths) == every else [None] * every
+        fresh = strengths(blocks, optimizer.state, [kept[i] for i in moving], ranks)
+        now = dict(zip(moving, fresh))
+        report.strengths = [now.get(i, before) for i, before in enumerate(kept)]
+        more = [report.further[i] if len(report.further) == every else 0.0 for i in moving]
         p = power(reach(report.steps) / FEWEST)
-        known = len(report.further) == len(optimizer._blocks)
-        more = [report.further[i] if known else 0.0 for i in moving]
-        report.proportions = proportions(report.strengths, p, more)
+        report.proportions = proportions(fresh, p, more)
     of: dict[Tensor, float] = {
         p: x for block, x in zip(blocks, report.proportions) for p in block.parameters
     }

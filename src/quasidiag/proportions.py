@@ -46,7 +46,10 @@ def power(longer: float) -> float:
 
 
 def strengths(
-    blocks: Sequence[DiagonalBlock], state: State, before: Sequence[float], ranks: Any = None
+    blocks: Sequence[DiagonalBlock],
+    state: State,
+    before: Sequence[float | None],
+    ranks: Any = None,
 ) -> list[float]:
     r""":math:`\ln ρ/\bar ρ` of each layer, which was ``before``; 0 for one that has no weights, or none that count yet."""
     found = [block.strength(state) for block in blocks]
@@ -57,10 +60,12 @@ def strengths(
     numbers = torch.stack([x.double().to(known[0].device) for x in known])
     logs = iter((mean(numbers.cpu(), ranks).log() / 2).tolist())
     of = [-math.inf if x is None else next(logs) for x in found]
-    if len(before) == len(of) and any(map(math.isfinite, of)):
+    changes = [x - b for x, b in zip(of, before) if b is not None and math.isfinite(x)]
+    if changes:
         # The usual layer keeps its place, and none falls far below where it was.
-        change = median_high(x - b for x, b in zip(of, before) if math.isfinite(x))
-        of = [max(x - change, b - FALL) for x, b in zip(of, before)]
+        middle = median_high(changes)
+        least = [-math.inf if b is None else b - FALL for b in before]
+        of = [max(x - middle, low) for x, low in zip(of, least)]
     finite = [x for x in of if math.isfinite(x)]
     middle = sum(finite) / max(1, len(finite))
     return [x - middle if math.isfinite(x) else 0.0 for x in of]

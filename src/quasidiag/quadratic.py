@@ -92,7 +92,7 @@ class Report:
         coefficients: of that one, at a factor of 1, by the names of the directions.
         slopes: of the loss along these.
         parts: the groups' factors then, relative to the largest.
-        strengths: how much the weights of each layer count, as a logarithm relative to the mean.
+        strengths: how much the weights of each layer count, as a logarithm relative to the mean; ``None`` until it moves.
         falls: the change of the loss that each layer's part of a measured step was to bring, by the slope alone.
         echoes: the part of that which the next minibatch finds left, on the average, layer by layer.
         further: the logarithm of how much further each layer goes for that.
@@ -129,7 +129,7 @@ class Report:
     coefficients: dict[str, float] = field(default_factory=dict)
     slopes: dict[str, float] = field(default_factory=dict)
     parts: list[float] = field(default_factory=list)
-    strengths: list[float] = field(default_factory=list)
+    strengths: list[float | None] = field(default_factory=list)
     falls: list[float] = field(default_factory=list)
     echoes: list[float] = field(default_factory=list)
     further: list[float] = field(default_factory=list)
