@@ -171,7 +171,10 @@ def _robustness(plan: Plan, rows: dict[str, dict[str, Any]]) -> list[dict[str, A
 def write(summaries: Sequence[dict[str, Any]], out: Path) -> None:
     """``summary.json`` with everything, ``summary.csv`` and ``tables.md`` with the results."""
     out.mkdir(parents=True, exist_ok=True)
-    lines = [json.dumps(_rounded(s), allow_nan=False, separators=(",", ":")) for s in summaries]
+    summaries = [
+        _rounded(summary) for summary in summaries
+    ]  # tables as whoever reads the file would make them
+    lines = [json.dumps(s, allow_nan=False, separators=(",", ":")) for s in summaries]
     text = "[\n" + ",\n".join(lines) + "\n]\n"  # a task a line
     write_atomically(out / "summary.json", lambda path: path.write_text(text))
     rows = [row for summary in summaries for row in _flat(summary)]
