@@ -286,8 +286,7 @@ def descend_(optimizer: Riemannian, model: QuadraticModel, measures: bool) -> No
             rest.displace_(optimizer, p, moved)
             optimizer.state[p]["update"] = moved if way is None else way.add_(moved)
     if measures:
-        report.falls = _slopes(optimizer, gradient)
-        report.fall, report.extent = sum(report.falls), factor * report.damped
+        report.falls, report.extent = _slopes(optimizer, gradient), factor * report.damped
     report.alpha, report.other = (-best.get(name, 0.0) for name in ("new", "other"))
     report.own = part
     report.factor = factor

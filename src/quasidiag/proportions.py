@@ -63,9 +63,9 @@ def strengths(
     changes = [x - b for x, b in zip(of, before) if b is not None and math.isfinite(x)]
     if changes:
         # The usual layer keeps its place, and none falls far below where it was.
-        middle = median_high(changes)
+        usual = median_high(changes)
         least = [-math.inf if b is None else b - FALL for b in before]
-        of = [max(x - middle, low) for x, low in zip(of, least)]
+        of = [max(x - usual, low) for x, low in zip(of, least)]
     finite = [x for x in of if math.isfinite(x)]
     middle = sum(finite) / max(1, len(finite))
     return [x - middle if math.isfinite(x) else 0.0 for x in of]

@@ -73,10 +73,9 @@ class Report:
         actual: the change that the last steps judged had brought, on the minibatch after them.
         ratio: of that to what was predicted of so many.
         trend: the sum of such changes, older ones counting less.
-        fall: the change that a measured step was to bring by the slope alone.
-        extent: how much of the step without damping that was, the factor included.
-        echo: the part of that slope which the next minibatch finds left, on the average: negative where the step went too
-            far for that one too.
+        extent: how much of the step without damping the last one measured was, the factor included.
+        echo: the part of the slope along it which the next minibatch finds left, on the average: negative where the step
+            went too far for that one too.
         length: the squared length of the last step that was measured, in the metric, :math:`δ^⊤ M δ`.
         curvature: of the loss along it, relative to that, :math:`δ^⊤ F δ / δ^⊤ M δ`.
         usual: the average of such curvatures.
@@ -111,7 +110,6 @@ class Report:
     actual: float = float("nan")
     ratio: float = float("nan")
     trend: float = 0.0
-    fall: float = 0.0
     extent: float = 0.0
     echo: float = 0.0
     length: float = 0.0
@@ -167,6 +165,11 @@ class Report:
         """How much of the step without damping is left with it."""
         whole = self.curvature + self.damping
         return self.curvature / whole if whole > 0 else 1.0
+
+    @property
+    def fall(self) -> float:
+        """The change of the loss that the last measured step was to bring, by the slope alone."""
+        return sum(self.falls)
 
     @property
     def warmth(self) -> float:

@@ -112,6 +112,28 @@ def test_directions_that_were_shortened_are_measured_anew(
     assert 0 > reports[1].predicted > reports[0].predicted
 
 
+@pytest.mark.parametrize(("harm", "back"), [(1e-9, 0), (1e-4, 1)])
+def test_what_may_be_rounding_is_no_harm(harm: float, back: int) -> None:
+    """Or steps that are short enough would be taken back for ever."""
+    model, loss = mlp(5, 6, 3), qd.Categorical()
+    rule = qd.Riemannian(model, loss)
+    report, x, t = rule.auto, *batch("categorical", 40, 5, 3)
+    assert report is not None
+    for _ in range(2):
+        train(model, loss, rule, x, t)
+    bias = model[-1].bias
+    (gradient,) = torch.autograd.grad(loss(model(x), t), bias)
+    with torch.no_grad():
+        for p in model.parameters():
+            rule.state[p]["update"].zero_()
+        uphill = harm * gradient / gradient.square().sum()
+        bias.add_(uphill)
+        rule.state[bias]["update"].add_(uphill)
+    report.promise = 1e-20
+    train(model, loss, rule, x, t)
+    assert report.actual == pytest.approx(harm, rel=0.05) and report.retreats == back
+
+
 def test_retreat_upon_retreat_knows_no_bound() -> None:
     model, loss = mlp(5, 6, 3), qd.Categorical()
     rule = qd.Riemannian(model, loss, lr=0.1, step="auto", step_every=1)

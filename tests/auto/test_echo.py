@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import cast
+from typing import Any, cast
 
 import pytest
 import torch
@@ -31,8 +31,8 @@ def judge(report: Report) -> QuadraticModel:
     return QuadraticModel(cast(Replay, None), 1.0, report)
 
 
-def listener(**numbers: float) -> Report:
-    return Report(**{"steps": LATE, "fall": -2.0, "extent": 1.0, **numbers})  # type: ignore[arg-type]
+def listener(**numbers: Any) -> Report:
+    return Report(**{"steps": LATE, "falls": [-2.0], "extent": 1.0, **numbers})  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("left", [0.5, 0.0, -0.4])
@@ -46,7 +46,7 @@ def test_it_is_the_part_of_the_slope_that_is_left(left: float) -> None:
 
 
 def test_what_tells_nothing_is_not_heard() -> None:
-    for numbers in ({"steps": WARM_UP}, {"fall": 0.0}, {"extent": WHOLE / 2}):
+    for numbers in ({"steps": WARM_UP}, {"falls": []}, {"extent": WHOLE / 2}):
         assert not listener(**numbers).listens
     report = listener()
     assert report.listens
@@ -98,7 +98,7 @@ def test_steps_are_longer_after_the_first_where_curvature_is_common(lr: float) -
     report, (x, t) = optimizer.auto, batch("gaussian", 500, 5, 3)
     assert report is not None
     for steps, echo, part in ((SOON, -1.0, 1.0), (4 * SOON, -1.0, 0.25), (SOON, 0.0, 0.0)):
-        report.steps, report.echo, report.fall = steps, echo, 0.0
+        report.steps, report.echo, report.falls = steps, echo, []
         report.stride = 4
         optimizer.zero_grad()
         loss(model(x), t).backward()

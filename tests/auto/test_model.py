@@ -155,32 +155,6 @@ def test_the_damping_rises_with_the_loss() -> None:
     assert report.damping == pytest.approx(max(damping * RISE, 0.01 * usual))
 
 
-@pytest.mark.parametrize(("harm", "back"), [(1e-9, 0), (1e-4, 1)])
-def test_what_may_be_rounding_is_no_harm(harm: float, back: int) -> None:
-    """Or steps that are short enough would be taken back for ever."""
-    model, loss = mlp(*SIZES), qd.Categorical()
-    optimizer = qd.Riemannian(model, loss)
-    report = optimizer.auto
-    assert report is not None
-    x, t = batch("categorical", 40, SIZES[0], SIZES[-1])
-    for _ in range(2):
-        optimizer.zero_grad()
-        loss(model(x), t).backward()
-        optimizer.step()
-    (gradient,) = torch.autograd.grad(loss(model(x), t), model[-1].bias)
-    with torch.no_grad():
-        for p in model.parameters():
-            optimizer.state[p]["update"].zero_()
-        push = harm * gradient / gradient.square().sum()
-        model[-1].bias.add_(push)
-        optimizer.state[model[-1].bias]["update"].add_(push)
-    report.promise = 1e-20
-    optimizer.zero_grad()
-    loss(model(x), t).backward()
-    optimizer.step()
-    assert report.actual == pytest.approx(harm, rel=0.05) and report.retreats == back
-
-
 def test_a_step_that_did_harm_is_taken_back() -> None:
     model, loss = mlp(*SIZES), criterion("categorical")
     optimizer = qd.Riemannian(model, loss)
