@@ -151,26 +151,52 @@ def slow_direction(optimizer: qd.Riemannian, layer: nn.Linear, v: Tensor) -> Ten
     return torch.cat([bias.unsqueeze(1), weights], dim=1)
 
 
+def slow_share(optimizer: qd.Riemannian, layer: nn.Linear, d: Tensor) -> float:
+    """How many of a layer's units take part in its step, by the length of each in the metric."""
+    units, columns = d.shape
+    moments = optimizer.moments(layer)
+    assert moments.m00 is not None and moments.m0i is not None and moments.mii is not None
+    lengths = []
+    for u in range(units):
+        mean = moments.m0i[u] / moments.m00[u]
+        variance = moments.mii[u] - mean * moments.m0i[u]
+        bias = moments.m00[u] * (d[u, 0] + (mean * d[u, 1:]).sum()).square()
+        lengths.append(float(bias + (variance * d[u, 1:].square()).sum()))
+    usual = sum(lengths) / units
+    return sum(min(1.0, 4 * x / usual) for x in lengths) / units if units > columns else 1.0
+
+
 def slow_proportions(
-    optimizer: qd.Riemannian, weights: list[Tensor], power: float, further: list[float]
+    optimizer: qd.Riemannian,
+    weights: list[Tensor],
+    directions: list[Tensor],
+    power: float,
+    further: list[float],
 ) -> list[float]:
     """How far each layer goes: by the length of its weights in the metric, per unit, from the moments; and further."""
-    found = []
-    for layer, w in zip(linear_layers(optimizer.model), weights):
+    found, shares = [], []
+    for layer, w, d in zip(linear_layers(optimizer.model), weights, directions):
         moments = optimizer.moments(layer)
         assert moments.m00 is not None and moments.m0i is not None and moments.mii is not None
         variance = moments.mii - moments.m0i.square() / moments.m00.unsqueeze(1)
         found.append(float((variance * w[:, 1:].square()).sum()) / len(w))
+        shares.append(slow_share(optimizer, layer, d))
     middle = math.prod(found) ** (1 / len(found))
-    return [(x / middle) ** (power / 2) * math.exp(more) for x, more in zip(found, further)]
+    return [
+        ((x / middle) ** (1 / 2) * s**2) ** power * math.exp(more)
+        for x, s, more in zip(found, shares, further)
+    ]
 
 
-@pytest.mark.parametrize("start", [0, 600])
+@pytest.mark.parametrize(("start", "inputs", "hidden"), [(0, 5, 6), (600, 5, 6), (600, 2, 20)])
 def test_the_step_is_the_averaged_gradient_with_its_strengths_equalised(
-    start: int, monkeypatch: pytest.MonkeyPatch
+    start: int, inputs: int, hidden: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("quasidiag.auto.WHOLE", 0.0)  # layers of a small factor are heard too
-    model, loss = mlp(5, 6, 3, activation="tanh"), qd.Categorical()
+    monkeypatch.setattr(
+        "quasidiag.proportions.FALL", 1.0
+    )  # a small network's weights may count for less at once
+    model, loss = mlp(inputs, hidden, 3, activation="tanh"), qd.Categorical()
     every: dict[str, Any] = dict(metric="exact", metric_every=1, step_every=1, averaged=False)
     optimizer = qd.Riemannian(model, loss, lr=0.1, step="auto", safeguard=None, **every)
     assert optimizer.auto is not None
@@ -180,7 +206,7 @@ def test_the_step_is_the_averaged_gradient_with_its_strengths_equalised(
     ]
     for seed in range(3):
         new = 1 / reach(start + seed)
-        x, t = batch("categorical", 40, 5, 3, seed=seed)
+        x, t = batch("categorical", 40, inputs, 3, seed=seed)
         before = [joint(layer, "data") for layer in linear_layers(model)]
         optimizer.zero_grad()
         loss(model(x), t).backward()
@@ -190,14 +216,19 @@ def test_the_step_is_the_averaged_gradient_with_its_strengths_equalised(
         taken = [joint(y, "data") - b for y, b in zip(linear_layers(model), before)]
         further = report.further or [0.0, 0.0]
         assert len(further) == 2 and (max(further) > 0) == (seed > 0)
-        proportions = slow_proportions(optimizer, before, 1 - FEWEST * new / 2, further)
-        assert report.proportions == pytest.approx(proportions)
+        directions = []
         for i, layer in enumerate(linear_layers(model)):
             g = joint(layer, "grad")
             averages[i] = (1 - new) * averages[i] + new * g
             v = (1 - new) * averages[i] + new * g
-            expected = -report.alpha * proportions[i] * slow_direction(optimizer, layer, v)
-            torch.testing.assert_close(taken[i], expected, rtol=1e-6, atol=1e-9)
+            directions.append(slow_direction(optimizer, layer, v))
+        power = 1 - FEWEST * new / 2
+        proportions = slow_proportions(optimizer, before, directions, power, further)
+        assert report.proportions == pytest.approx(proportions)
+        for step, d, far in zip(taken, directions, proportions):
+            torch.testing.assert_close(step, -report.alpha * far * d, rtol=1e-6, atol=1e-9)
+        if hidden > 6:
+            assert slow_share(optimizer, linear_layers(model)[0], directions[0]) < 1.0
 
 
 def joint(layer: nn.Linear, what: str) -> Tensor:

@@ -23,6 +23,8 @@ from quasidiag.proportions import (
     further,
     power,
     proportions,
+    share,
+    shares,
     strengths,
 )
 from quasidiag.quadratic import Report
@@ -70,7 +72,7 @@ def test_they_are_those_of_the_variances_and_the_weights() -> None:
     lengths = torch.stack(expected)
     lengths = lengths / lengths.log().mean().exp()
     for p in (0.3, 1.0):
-        found = proportions(measured(optimizer), p, [0.0] * 3)
+        found = proportions(measured(optimizer), [1.0] * 3, p, [0.0] * 3)
         torch.testing.assert_close(torch.tensor(found, dtype=torch.float64), lengths**p)
 
 
@@ -79,7 +81,7 @@ def test_a_layer_of_zeros_goes_as_far_as_the_mean_and_no_other_much_further(fact
     optimizer = trained(mlp(5, 7, 6, 3))
     with torch.no_grad():
         linear_layers(optimizer.model)[1].weight.mul_(factor)
-    found = proportions(measured(optimizer), 1.0, [0.0] * 3)
+    found = proportions(measured(optimizer), [1.0] * 3, 1.0, [0.0] * 3)
     assert all(1 / UNEVEN <= x <= UNEVEN for x in found)
     if factor:
         assert found[1] == pytest.approx(UNEVEN if factor > 1 else 1 / UNEVEN)
@@ -172,13 +174,56 @@ def test_steps_in_between_keep_them() -> None:
     kept = list(report.proportions)
     with torch.no_grad():  # what nobody looks at until the next measurement
         linear_layers(optimizer.model)[0].weight.mul_(1.1)
-    assert proportions(measured(optimizer), 0.5, report.further) != pytest.approx(kept, rel=1e-3)
+    assert measured(optimizer) != pytest.approx(report.strengths, rel=1e-3)
     x, t = batch("categorical", 40, 5, 3, seed=6)
     assert optimizer.criterion is not None
     optimizer.zero_grad()
     optimizer.criterion(optimizer.model(x), t).backward()
     optimizer.step()
     assert report.stride > 1 and report.proportions == kept
+
+
+@pytest.mark.parametrize(
+    ("idle", "expected"), [(0.0, 0.5), (0.25, 0.5 + 0.5 * 8 / 17), (0.6, 1.0), (1.0, 1.0)]
+)
+def test_the_share_of_units_that_take_part(idle: float, expected: float) -> None:
+    """Half of the units go by ``idle`` times what the others do: a quarter of it is not half of what is usual."""
+    rows = torch.nn.functional.normalize(torch.randn(40, 8, dtype=torch.float64), dim=1)
+    rows[20:] *= idle
+    assert float(share(3.0 * rows)) == pytest.approx(expected)
+    assert float(share(torch.zeros(40, 8))) == 1.0
+
+
+@pytest.mark.parametrize("late", [False, True])
+def test_pixels_that_are_always_black_do_not_make_the_others_go_further(late: bool) -> None:
+    """Twenty of thirty outputs say nothing, and are to say nothing."""
+    model, loss = mlp(5, 7, 30), qd.Gaussian(1.0)
+    with torch.no_grad():
+        for p in linear_layers(model)[1].parameters():
+            p[10:] = 0.0
+    x, _ = batch("categorical", 40, 5, 3)
+    t = torch.cat([x.sum(1, keepdim=True).expand(40, 10), torch.zeros(40, 20)], dim=1)
+    optimizer = qd.Riemannian(model, loss)
+    report = optimizer.auto
+    assert report is not None
+    report.steps = 1000 if late else 0
+    optimizer.zero_grad()
+    loss(model(x), t).backward()
+    optimizer.step()
+    first, last = report.strengths
+    p = power(reach(report.steps - 1) / FEWEST)
+    assert first is not None and last is not None and first == pytest.approx(-last)
+    expected = [math.exp(p * first), math.exp(p * last) * (1 / 3) ** (2 * p)]
+    assert report.proportions == pytest.approx([min(max(x, 1 / UNEVEN), UNEVEN) for x in expected])
+
+
+def test_no_step_or_no_more_units_than_inputs_and_all_take_part() -> None:
+    optimizer = trained(mlp(5, 40, 3))
+    steps = [[p.detach() for p in block.parameters] for block in optimizer._blocks]
+    assert shares(optimizer._blocks, optimizer.state, [None, None]) == [1.0, 1.0]
+    assert shares(optimizer._blocks, optimizer.state, [None, steps[1]]) == [1.0, 1.0]
+    found = shares(optimizer._blocks, optimizer.state, steps)
+    assert found[0] < 1.0 == found[1]
 
 
 def test_a_layer_goes_as_far_as_they_say() -> None:
@@ -210,7 +255,9 @@ def test_a_layer_that_finds_its_slope_as_it_was_goes_further() -> None:
     for _ in range(100):
         more = further(more, heard, falls)
     assert more == pytest.approx([math.log(FURTHER), 0.0, 0.0])
-    assert proportions([0.3, 0.0, -0.3], 0.5, more)[0] == pytest.approx(FURTHER * math.exp(0.15))
+    assert proportions([0.3, 0.0, -0.3], [1.0] * 3, 0.5, more)[0] == pytest.approx(
+        FURTHER * math.exp(0.15)
+    )
     heard = echoes(heard, [1.0, 1.0, 1.0], falls)
     assert heard[0] < 0 and further(more, heard, falls)[0] == pytest.approx(
         more[0] + GROWTH * heard[0]

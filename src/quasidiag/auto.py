@@ -29,7 +29,7 @@ from torch import Tensor
 
 from quasidiag import orthogonal, rest, together
 from quasidiag.blocks import DiagonalBlock
-from quasidiag.proportions import echoes, further, power, proportions, strengths
+from quasidiag.proportions import echoes, further, power, proportions, shares, strengths
 from quasidiag.quadratic import WHOLE, QuadraticModel, Report, before_way, dot, dots, mean
 from quasidiag.replay import Direction
 from quasidiag.sums import dtype_of
@@ -179,7 +179,7 @@ def _proportioned(optimizer: Riemannian) -> bool:
 
 
 def _proportion_(optimizer: Riemannian, found: dict[Tensor, Tensor], measures: bool) -> None:
-    """Let each layer's direction be as long as its weights count (:mod:`quasidiag.proportions`)."""
+    """Let each layer's direction be as long as its weights and its units count (:mod:`quasidiag.proportions`)."""
     assert optimizer.auto is not None
     report = optimizer.auto
     moving = {
@@ -193,12 +193,20 @@ def _proportion_(optimizer: Riemannian, found: dict[Tensor, Tensor], measures: b
         now = dict(zip(moving, fresh))
         report.strengths = [now.get(i, before) for i, before in enumerate(kept)]
         more = [report.further[i] if len(report.further) == every else 0.0 for i in moving]
+        steps = [_all_of(block, found) for block in blocks]
+        taking_part = shares(blocks, optimizer.state, steps, ranks)
         p = power(reach(report.steps) / FEWEST)
-        report.proportions = proportions(fresh, p, more)
+        report.proportions = proportions(fresh, taking_part, p, more)
     of: dict[Tensor, float] = {
         p: x for block, x in zip(blocks, report.proportions) for p in block.parameters
     }
     torch._foreach_mul_([*found.values()], [of[p] for p in found])
+
+
+def _all_of(block: DiagonalBlock, found: Direction) -> list[Tensor] | None:
+    """The direction of a layer that is a matrix, if all of it has one."""
+    whole = block.mixes and all(p in found for p in block.parameters)
+    return [found[p] for p in block.parameters] if whole else None
 
 
 def own(optimizer: Riemannian, gradient: Direction) -> dict[Tensor, Tensor]:

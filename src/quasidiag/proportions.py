@@ -10,6 +10,14 @@ encoded (with a bias: the variance of an input without one is measured from its 
 says, relative to the geometric mean of all: half of it at first, which is the quickest, and later on the more so the
 longer training is.
 
+Where a layer has more units than inputs they cannot all go by one, only on the average. If part of them hardly move, as
+those of pixels that are always black, the others go further than that. So with :math:`ℓ_u` for how far they go, and
+:math:`s` for the share of those that take part,
+
+.. math:: s = \frac1{\text{units}} \sum_u \min\Bigl(1, \frac{4 ℓ_u^2}{\overline{ℓ^2}}\Bigr),
+
+it is :math:`ρ s^2` that counts, in the place of :math:`ρ`. (That it is the square is what measurement says.)
+
 Whether that was far enough, the step after tells: what part of the slope along the layer's step it finds left, its echo.
 All of a step is as long as is best for all layers together, and one that finds its slope as it was, while others have
 crossed their valleys, goes further from then on.
@@ -23,6 +31,7 @@ from statistics import median_high
 from typing import TYPE_CHECKING, Any
 
 import torch
+from torch import Tensor
 
 from quasidiag.blocks import DiagonalBlock
 from quasidiag.quadratic import mean
@@ -35,6 +44,8 @@ UNEVEN = 4.0
 #: By so much may the logarithm of a layer's :math:`ρ`, relative to the others', fall from one measurement to the next: a
 #: layer that is made anew in mid-training must go as far as before, or it would not grow.
 FALL = 0.02
+#: A unit takes part if it goes at least so far as this, relative to what is usual, in squares.
+HALF = 0.25
 #: A layer goes further by this factor at most; so much does its logarithm grow at once, for an echo of one. How much of
 #: its average a new echo is.
 FURTHER, GROWTH, NEW = 4.0, 0.2, 0.6
@@ -71,6 +82,32 @@ def strengths(
     return [x - middle if math.isfinite(x) else 0.0 for x in of]
 
 
+def shares(
+    blocks: Sequence[DiagonalBlock],
+    state: State,
+    steps: Sequence[list[Tensor] | None],
+    ranks: Any = None,
+) -> list[float]:
+    """Which part of each layer's units takes part in its step: all where it has none, or no more of them than inputs."""
+    found: dict[int, Tensor] = {}
+    for i, (block, step) in enumerate(zip(blocks, steps)):
+        rows = [] if step is None else block.rows_of(step)
+        if rows and len(rows[-1]) > rows[-1].shape[1] + len(rows) - 1:
+            found[i] = share(block.root(state).coordinates(rows))
+    if not found:
+        return [1.0] * len(blocks)
+    first = next(iter(found.values()))
+    numbers = torch.stack([x.double().to(first.device) for x in found.values()])
+    known = dict(zip(found, mean(numbers.cpu(), ranks).tolist()))
+    return [known.get(i, 1.0) for i in range(len(blocks))]
+
+
+def share(rows: Tensor) -> Tensor:
+    """Of the rows, which part is not much shorter than usual."""
+    squares = torch.linalg.vector_norm(rows, dim=1).square()
+    return (squares / (HALF * squares.mean())).nan_to_num(1.0).clamp_max(1.0).mean()
+
+
 def echoes(before: Sequence[float], slopes: Sequence[float], falls: Sequence[float]) -> list[float]:
     """The averages, with what is left of the slope along each layer's step; one that did not descend keeps its own."""
     fresh = [min(max(s / f, -1.0), 1.0) if f < 0 else b for s, f, b in zip(slopes, falls, before)]
@@ -92,7 +129,13 @@ def further(
     return [min(max(b + x, 0.0), math.log(FURTHER)) for b, x in zip(before, growth)]
 
 
-def proportions(strengths: Sequence[float], power: float, further: Sequence[float]) -> list[float]:
-    r""":math:`(ρ/\bar ρ)^p`, within bounds, and how much further than that."""
-    found = [min(max(math.exp(power * x), 1 / UNEVEN), UNEVEN) for x in strengths]
+def proportions(
+    strengths: Sequence[float],
+    shares: Sequence[float],
+    power: float,
+    further: Sequence[float],
+) -> list[float]:
+    r""":math:`(ρ s^2/\bar ρ)^p`, within bounds, and how much further than that."""
+    logs = [x + 2 * math.log(share) for x, share in zip(strengths, shares)]
+    found = [min(max(math.exp(power * x), 1 / UNEVEN), UNEVEN) for x in logs]
     return [x * math.exp(more) for x, more in zip(found, further)]

@@ -47,7 +47,7 @@ CHANGE = 10.0
 OWN, HALF, EARLY = 0.04, 0.5, 2
 #: The first step is so much shorter, and so many later none is: long first steps lead to where the loss is sharply
 #: curved, and all that follow must be short.
-FIRST, WARM_UP = 0.2, 40
+FIRST, WARM_UP = 0.4, 40
 #: How much of its average a new echo is, and how large it may be; how much of a step it takes to be heard.
 ECHO, LOUDEST, WHOLE = 0.2, 2.0, 0.7
 #: Relative, on the diagonal of the system of the coefficients: directions may do the same to the outputs.
