@@ -29,6 +29,9 @@ from torch import Generator, Tensor, nn
 class OutputModel(nn.Module, ABC):
     """A criterion that is also a probability model of the target."""
 
+    #: No value is less than this.
+    least = -math.inf
+
     @abstractmethod
     def forward(self, output: Tensor, target: Tensor) -> Tensor:
         """The mean negative log-likelihood over the batch."""
@@ -88,6 +91,8 @@ class Categorical(OutputModel):
 
     The value is the mean of :math:`-\ln p_t` over all targets but those equal to ``ignore_index``.
     """
+
+    least = 0.0
 
     def __init__(self, ignore_index: int = -100) -> None:
         super().__init__()
@@ -316,6 +321,8 @@ class Bernoulli(_Elementwise):
 
     .. math:: ℓ = -\sum_k t_k \ln y_k + (1 - t_k) \ln(1 - y_k), \qquad y = \mathrm{sigmoid}(\text{output})
     """
+
+    least = 0.0
 
     def forward(self, output: Tensor, target: Tensor) -> Tensor:
         self._check(output, target)

@@ -68,6 +68,7 @@ class Report:
         damping: :math:`λ`.
         predicted: the change of the loss that the model expected of the last step that it was measured for.
         promise: how much the damped model is lowered by that step at a factor of 1.
+        unbounded: the same as if a loss could fall below its least value.
         hope: the average of its logarithm.
         stride: steps since, with that one.
         actual: the change that the last steps judged had brought, on the minibatch after them.
@@ -105,6 +106,7 @@ class Report:
     damping: float = 0.0
     predicted: float = 0.0
     promise: float = 0.0
+    unbounded: float = 0.0
     hope: float = 0.0
     stride: int = 0
     actual: float = float("nan")
@@ -249,10 +251,13 @@ class QuadraticModel:
         linear = dots(gradient, directions)
         fisher = self._fisher(directions)
         # g and M are the same on all ranks, up to rounding; the minibatch is not.
-        numbers = mean(torch.cat([linear, fisher.flatten()]), ranks)
-        linear, fisher = numbers[:k], numbers[k:].view(k, k)
+        loss = torch.tensor([self.replay.loss()], dtype=torch.float64)
+        numbers = mean(torch.cat([linear, fisher.flatten(), loss]), ranks)
+        linear, fisher = numbers[:k], numbers[k:-1].view(k, k)
         fisher = self._averaged(names, fisher, metric.diagonal())
         best = minimiser(linear, fisher + self.report.damping * metric)
+        part = self._possible(-0.5 * float(linear @ best), float(numbers[-1]))
+        best, fisher = part * best, fisher / part
         self._expect(linear @ best, best @ fisher @ best, best @ metric @ best, steep)
         self.report.coefficients = dict(zip(names, best.tolist()))
         self.report.slopes = dict(zip(names, linear.tolist()))
@@ -270,6 +275,18 @@ class QuadraticModel:
         report = self.report
         early = EARLY / ((report.steps + 1 + EARLY) * report.warmth)
         return min(max(OWN, early) * factor, HALF) * report.damped
+
+    def _possible(self, promise: float, loss: float) -> float:
+        r"""How much of a step is left if the loss cannot fall below its least value, as the parabola would.
+
+        The curvature of an output that is saturated, confident and wrong, is next to nothing; for a slope :math:`s` it
+        cannot be less than :math:`s^2 / 2(ℓ - ℓ_{\min})`. Where two in a row promise more than that, the gradient has
+        another loss besides.
+        """
+        report = self.report
+        most = max(loss - self.replay.criterion.least, report.unbounded)
+        report.unbounded = promise
+        return most / promise if 0 < most < promise else 1.0
 
     def _expect(self, slope: Tensor, form: Tensor, length: Tensor, steep: float = 0.0) -> None:
         """Of a step at a factor of 1. The averages begin with the first one that there is."""

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from quasidiag.optimizer import Riemannian
 
 #: The average is one over the last one in so many of all steps so far, and over so many at most.
-PART, MOST = 10, 30.0
+PART, MOST = 7, 30.0
 
 
 def window(steps: int) -> float:

@@ -88,7 +88,7 @@ def test_training_is_the_same_without_the_average() -> None:
 
 
 def test_the_window_grows_from_one_place() -> None:
-    assert [rest.window(steps) for steps in (0, 10, 50, 300, 10**6)] == [1, 1, 5, 30, 30]
+    assert [rest.window(steps) for steps in (0, 7, 70, 300, 10**6)] == [1, 1, 10, 30, 30]
 
 
 @pytest.mark.parametrize(("training", "gradients"), [(True, False), (False, True)])
