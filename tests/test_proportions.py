@@ -13,6 +13,7 @@ from torch import Tensor, nn
 import quasidiag as qd
 from nets import batch, linear_layers, mlp
 from quasidiag.auto import FEWEST, MOST, PART, reach
+from quasidiag.orthogonal import WIDE
 from quasidiag.proportions import (
     FALL,
     FURTHER,
@@ -74,6 +75,24 @@ def test_they_are_those_of_the_variances_and_the_weights() -> None:
     for p in (0.3, 1.0):
         found = proportions(measured(optimizer), [1.0] * 3, p, [0.0] * 3)
         torch.testing.assert_close(torch.tensor(found, dtype=torch.float64), lengths**p)
+
+
+@pytest.mark.parametrize("bias", [True, False])
+def test_the_unitwise_metric_has_them_too(bias: bool) -> None:
+    """With the bias that makes the length of a unit's weights the least."""
+    model = nn.Sequential(nn.Linear(5, 7, bias=bias), nn.Tanh(), nn.Linear(7, 3)).double()
+    optimizer = trained(model, reduction="unitwise")
+    first = optimizer._blocks[0]
+    expected = []
+    for w, matrix in zip(first.weight.detach(), optimizer.state[first.weight]["block"]):
+        whole = w @ matrix[-5:, -5:] @ w
+        if bias:
+            best = -(matrix[0, 1:] @ w) / matrix[0, 0]
+            row = torch.cat([best.unsqueeze(0), w])
+            whole = row @ matrix @ row
+        expected.append(float(whole))
+    found = first.strength(optimizer.state)
+    assert found is not None and float(found) == pytest.approx(sum(expected) / 7)
 
 
 @pytest.mark.parametrize("factor", [0.0, 1e-9, 1e9])
@@ -217,13 +236,39 @@ def test_pixels_that_are_always_black_do_not_make_the_others_go_further(late: bo
     assert report.proportions == pytest.approx([min(max(x, 1 / UNEVEN), UNEVEN) for x in expected])
 
 
-def test_no_step_or_no_more_units_than_inputs_and_all_take_part() -> None:
-    optimizer = trained(mlp(5, 40, 3))
-    steps = [[p.detach() for p in block.parameters] for block in optimizer._blocks]
-    assert shares(optimizer._blocks, optimizer.state, [None, None]) == [1.0, 1.0]
-    assert shares(optimizer._blocks, optimizer.state, [None, steps[1]]) == [1.0, 1.0]
-    found = shares(optimizer._blocks, optimizer.state, steps)
-    assert found[0] < 1.0 == found[1]
+@pytest.mark.parametrize(
+    ("inputs", "units", "asked"), [(5, 40, True), (5, 7, True), (5, 6, False), (40, 3, False)]
+)
+def test_only_more_units_than_inputs_need_to_take_part(
+    inputs: int, units: int, asked: bool
+) -> None:
+    """A bias is an input too."""
+    model, loss = mlp(inputs, units), qd.Categorical()
+    optimizer = qd.Riemannian(model, loss)
+    x, t = batch("categorical", 40, inputs, units)
+    loss(model(x), t).backward()
+    optimizer.step()
+    (block,) = optimizer._blocks
+    step = [torch.ones_like(p) for p in block.parameters]
+    for p in step:
+        p[0] = 0.0
+    assert shares([block], optimizer.state, [None]) == [1.0]
+    (found,) = shares([block], optimizer.state, [step])
+    assert (found < 1.0) == asked
+
+
+def test_units_that_each_go_by_one_are_not_asked() -> None:
+    """As in a wide layer, whatever some of them do."""
+    model, loss = mlp(WIDE + 1, WIDE + 20), qd.Gaussian(1.0)
+    optimizer = qd.Riemannian(model, loss)
+    x = torch.randn(20, WIDE + 1, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+    loss(model(x), torch.zeros(20, WIDE + 20, dtype=torch.float64)).backward()
+    optimizer.step()
+    (block,) = optimizer._blocks
+    step = [torch.ones_like(p) for p in block.parameters]
+    for p in step:
+        p[::2] = 0.0
+    assert shares([block], optimizer.state, [step]) == [1.0]
 
 
 def test_a_layer_goes_as_far_as_they_say() -> None:
@@ -361,7 +406,7 @@ def test_they_do_not_depend_on_how_inputs_are_encoded() -> None:
     found = []
     for a, b in ((torch.ones_like(scale), torch.zeros_like(shift)), (scale, shift)):
         torch.manual_seed(0)
-        model, loss = mlp(5, 7, 6, 3), qd.Categorical()
+        model, loss = mlp(5, 40, 6, 3), qd.Categorical()
         first = linear_layers(model)[0]
         with torch.no_grad():
             first.weight.div_(a)
@@ -371,5 +416,6 @@ def test_they_do_not_depend_on_how_inputs_are_encoded() -> None:
         loss(model(x * a + b), t).backward()
         optimizer.step()
         assert optimizer.auto is not None
-        found.append(optimizer.auto.strengths)
-    assert found[0] == pytest.approx(found[1]) and max(map(abs, found[0])) > 0.05
+        found.append((optimizer.auto.strengths, optimizer.auto.proportions))
+    assert found[0][0] == pytest.approx(found[1][0]) and max(map(abs, found[0][0])) > 0.05
+    assert found[0][1] == pytest.approx(found[1][1])

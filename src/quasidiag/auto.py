@@ -52,9 +52,9 @@ FULL = 500
 LONGER, SOON = 1.4, 100
 #: The fingerprint of the same samples in another order differs by no more than this part.
 SAME = 1e-9
-#: No layer moves by more than its own weights, so many times: what little it has to say may be far from linear.
-#: Directions are shortened and measured anew so often. As this depends on the encoding, it is one of the safeguards.
-LONGEST, ROUNDS = 1.0, 3
+#: No layer moves by more than its own weights, so many times and in the metric: what little it has to say may be far from
+#: linear. Directions are shortened and measured anew so often.
+LONGEST, ROUNDS = 0.7, 3
 
 
 def metric_due(optimizer: Riemannian) -> bool:
@@ -227,18 +227,26 @@ def _solved(
 
 
 def lengths(optimizer: Riemannian, directions: Sequence[Direction]) -> Tensor:
-    """The products of directions in the metric, of each with each."""
+    """The products of directions in the metric, of each with each: layer by layer, and what is in none."""
     found = []
-    for block in optimizer._blocks:
-        if optimizer._known(block) and any(p in u for u in directions for p in block.parameters):
-            dtype = dtype_of(block, optimizer.state)
-            steps = [[_along(u, p, dtype) for p in block.parameters] for u in directions]
-            found.append(block.forms(optimizer.state, steps))
+    for block in _moving(optimizer, directions):
+        dtype = dtype_of(block, optimizer.state)
+        steps = [[_along(u, p, dtype) for p in block.parameters] for u in directions]
+        found.append(block.forms(optimizer.state, steps))
     for p, metric in _diagonal(optimizer).items():
         rows = torch.stack([_along(u, p, metric.dtype).flatten() for u in directions])
         found.append(rows @ (metric.flatten() * rows).T)
     # As one, or a device would be waited for as often as there are layers.
-    return torch.stack([forms.double().to(found[0].device) for forms in found]).sum(0).cpu()
+    return torch.stack([forms.double().to(found[0].device) for forms in found]).cpu()
+
+
+def _moving(optimizer: Riemannian, directions: Sequence[Direction]) -> list[DiagonalBlock]:
+    """The layers that the directions have a part in."""
+    return [
+        block
+        for block in optimizer._blocks
+        if optimizer._known(block) and any(p in u for u in directions for p in block.parameters)
+    ]
 
 
 def _along(u: Direction, p: Tensor, dtype: torch.dtype) -> Tensor:
@@ -384,9 +392,9 @@ def _measure(
     before, whole = replace(report), factor
     for left in reversed(range(ROUNDS)):
         vars(report).update(vars(before))
-        metric = lengths(optimizer, [*named.values()])
-        best = model.coefficients(gradient, named, metric, whole, steep, ranks)
-        excess = _excess(optimizer, [*named.values()], best, ranks) if optimizer.safeguard else {}
+        each = lengths(optimizer, [*named.values()])
+        best = model.coefficients(gradient, named, each.sum(0), whole, steep, ranks)
+        excess = _excess(optimizer, _moving(optimizer, [*named.values()]), each, best, ranks)
         if not excess or not left:
             break
         for u in named.values():
@@ -399,27 +407,32 @@ def _measure(
 
 
 def _excess(
-    optimizer: Riemannian, directions: Sequence[Direction], best: list[float], ranks: Any
+    optimizer: Riemannian,
+    blocks: Sequence[DiagonalBlock],
+    each: Tensor,
+    best: list[float],
+    ranks: Any,
 ) -> dict[Tensor, float]:
-    """How many times too long the step may be, for the parameters of each layer where it is.
+    r"""How many times too long the step may be, for the parameters of each layer where it is.
 
-    Layers that begin at zero may move as far as others that do not: those with weights of one for each unit.
+    That is :math:`‖δ‖_M` over :math:`\sqrt{\text{units}}\, ρ`, the length of its weights there
+    (:mod:`quasidiag.proportions`). A layer whose weights count for less than the mean, as one that begins at zero, may
+    move as far as if they were that.
     """
-    blocks = [b for b in optimizer._blocks if any(p in directions[0] for p in b.parameters)]
-    found = []
-    for block in blocks:
-        parts = [(c, [u[p] for p in block.parameters if p in u]) for c, u in zip(best, directions)]
-        step = torch.stack([abs(c) * _size(moved) for c, moved in parts if moved]).sum()
-        weights = _size([p.detach() for p in block.parameters])
-        found.append(step / weights.clamp_min(block.parameters[0].shape[0] ** 0.5))
-    together = [x.to(found[0].device) for x in found]
-    excess = mean(torch.stack(together).cpu(), ranks) / LONGEST if found else torch.zeros(0)
-    return {p: float(e) for block, e in zip(blocks, excess) if e > 1 for p in block.parameters}
-
-
-def _size(tensors: Sequence[Tensor]) -> Tensor:
-    """Of all of them, as of one vector."""
-    return torch.stack([torch.linalg.vector_norm(x).double() for x in tensors]).norm()
+    found = [block.strength(optimizer.state) for block in blocks]
+    known = [x for x in found if x is not None]
+    if not known:
+        return {}
+    numbers = iter(torch.stack([x.double().to(known[0].device) for x in known]).cpu())
+    none = torch.zeros((), dtype=torch.float64)
+    strengths = torch.stack([none if x is None else next(numbers) for x in found])
+    usual = strengths[strengths > 0].log().mean().exp()  # nan, and no bound, where all are none
+    units = torch.tensor([len(block.parameters[0]) for block in blocks])
+    moved = each[: len(blocks)].diagonal(dim1=1, dim2=2).clamp_min(0.0).sqrt()
+    steps = moved @ torch.tensor(best, dtype=torch.float64).abs()
+    excess = steps / (LONGEST * (units * strengths.clamp_min(usual)).sqrt())
+    of = zip(blocks, mean(excess, ranks).tolist())
+    return {p: ratio for block, ratio in of if ratio > 1 for p in block.parameters}
 
 
 def _way(optimizer: Riemannian) -> dict[Tensor, Tensor]:

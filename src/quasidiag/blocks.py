@@ -414,6 +414,17 @@ class UnitwiseBlock(DiagonalBlock):
         w = torch.stack([torch.cat([*(b.unsqueeze(1) for b in w0), wi], 1) for *w0, wi in rows], 2)
         return (w.mT @ (state[self.weight]["block"] @ w)).sum(0)
 
+    def strength(self, state: State) -> Tensor | None:
+        """As for the others: with the bias that leaves the mean of what units say as it is."""
+        block = state[self.weight]["block"]
+        rows = self.adapter.rows(self.module, self.weight.detach()).to(block.dtype)
+        n = rows.shape[1]
+        found = torch.einsum("ui,uij,uj->u", rows, block[:, -n:, -n:], rows)
+        if self.bias is not None:
+            bias, mean = block[:, 0, 0], (block[:, 0, 1:] * rows).sum(1)
+            found = found - torch.where(bias > 0, mean.square() / bias, 0.0)
+        return found.mean()
+
     def descend_(self, state: State, gradients: list[Tensor], rule: Rule) -> bool:
         return False
 

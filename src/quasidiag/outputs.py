@@ -29,7 +29,8 @@ from torch import Generator, Tensor, nn
 class OutputModel(nn.Module, ABC):
     """A criterion that is also a probability model of the target."""
 
-    #: No value is less than this.
+    #: No value is less than this, for any output and target: no automatic step then promises to go below. A subclass whose
+    #: values may be less than those of its parent must say so.
     least = -math.inf
 
     @abstractmethod

@@ -10,9 +10,9 @@ encoded (with a bias: the variance of an input without one is measured from its 
 says, relative to the geometric mean of all: half of it at first, which is the quickest, and later on the more so the
 longer training is.
 
-Where a layer has more units than inputs they cannot all go by one, only on the average. If part of them hardly move, as
-those of pixels that are always black, the others go further than that. So with :math:`ℓ_u` for how far they go, and
-:math:`s` for the share of those that take part,
+Where a layer has more units than inputs, and is not wide, they cannot all go by one, only on the average. If part of them
+hardly move, as those of pixels that are always black, the others go further than that. So with :math:`ℓ_u` for how far
+they go, and :math:`s` for the share of those that take part,
 
 .. math:: s = \frac1{\text{units}} \sum_u \min\Bigl(1, \frac{4 ℓ_u^2}{\overline{ℓ^2}}\Bigr),
 
@@ -34,12 +34,13 @@ import torch
 from torch import Tensor
 
 from quasidiag.blocks import DiagonalBlock
+from quasidiag.orthogonal import WIDE
 from quasidiag.quadratic import mean
 
 if TYPE_CHECKING:
     from quasidiag.blocks import State
 
-#: For its weights, no layer goes further than the mean by more than this factor, or less far.
+#: For its weights and units, no layer goes further than the mean by more than this factor, or less far.
 UNEVEN = 4.0
 #: By so much may the logarithm of a layer's :math:`ρ`, relative to the others', fall from one measurement to the next: a
 #: layer that is made anew in mid-training must go as far as before, or it would not grow.
@@ -88,11 +89,14 @@ def shares(
     steps: Sequence[list[Tensor] | None],
     ranks: Any = None,
 ) -> list[float]:
-    """Which part of each layer's units takes part in its step: all where it has none, or no more of them than inputs."""
+    """Which part of each layer's units takes part in its step: all where it has none, or no more of them than inputs.
+
+    Nor is it asked where each unit goes by one, as in a wide layer.
+    """
     found: dict[int, Tensor] = {}
     for i, (block, step) in enumerate(zip(blocks, steps)):
         rows = [] if step is None else block.rows_of(step)
-        if rows and len(rows[-1]) > rows[-1].shape[1] + len(rows) - 1:
+        if rows and rows[-1].shape[1] + len(rows) - 1 < min(len(rows[-1]), WIDE + 1):
             found[i] = share(block.root(state).coordinates(rows))
     if not found:
         return [1.0] * len(blocks)

@@ -68,7 +68,7 @@ class Report:
         damping: :math:`λ`.
         predicted: the change of the loss that the model expected of the last step that it was measured for.
         promise: how much the damped model is lowered by that step at a factor of 1.
-        unbounded: the same as if a loss could fall below its least value.
+        unbounded: how much the model itself, without damping, would be lowered, if a loss could fall below its least value.
         hope: the average of its logarithm.
         stride: steps since, with that one.
         actual: the change that the last steps judged had brought, on the minibatch after them.
@@ -142,6 +142,8 @@ class Report:
         report = cls(**{key: kept[key] for key in vars(cls()) if key in kept})
         if "hope" not in kept and report.promise > 0:
             report.hope = math.log(report.promise)
+        if "unbounded" not in kept:
+            report.unbounded = report.promise
         if "stride" not in kept and report.promise > 0:
             report.stride = 1
         if "proportions" not in kept:
@@ -251,14 +253,14 @@ class QuadraticModel:
         linear = dots(gradient, directions)
         fisher = self._fisher(directions)
         # g and M are the same on all ranks, up to rounding; the minibatch is not.
-        loss = torch.tensor([self.replay.loss()], dtype=torch.float64)
-        numbers = mean(torch.cat([linear, fisher.flatten(), loss]), ranks)
+        room = torch.tensor([self.replay.above_least()], dtype=torch.float64)
+        numbers = mean(torch.cat([linear, fisher.flatten(), room]), ranks)
         linear, fisher = numbers[:k], numbers[k:-1].view(k, k)
         fisher = self._averaged(names, fisher, metric.diagonal())
-        best = minimiser(linear, fisher + self.report.damping * metric)
-        part = self._possible(-0.5 * float(linear @ best), float(numbers[-1]))
-        best, fisher = part * best, fisher / part
-        self._expect(linear @ best, best @ fisher @ best, best @ metric @ best, steep)
+        part = self._possible(linear, fisher, float(numbers[-1]))
+        best = minimiser(linear, fisher / part + self.report.damping * metric)
+        self._expect(linear @ best, best @ fisher @ best, best @ metric @ best, steep, part)
+        fisher = fisher / part
         self.report.coefficients = dict(zip(names, best.tolist()))
         self.report.slopes = dict(zip(names, linear.tolist()))
         best = best * factor
@@ -276,26 +278,42 @@ class QuadraticModel:
         early = EARLY / ((report.steps + 1 + EARLY) * report.warmth)
         return min(max(OWN, early) * factor, HALF) * report.damped
 
-    def _possible(self, promise: float, loss: float) -> float:
-        r"""How much of a step is left if the loss cannot fall below its least value, as the parabola would.
+    def _possible(self, linear: Tensor, fisher: Tensor, room: float) -> float:
+        r"""How much is left of the step without damping if the loss cannot fall by more than ``room``, as its parabola.
 
         The curvature of an output that is saturated, confident and wrong, is next to nothing; for a slope :math:`s` it
-        cannot be less than :math:`s^2 / 2(ℓ - ℓ_{\min})`. Where two in a row promise more than that, the gradient has
-        another loss besides.
+        cannot be less than :math:`s^2 / 2(ℓ - ℓ_{\min})`. Where two in a row promise more than that, the gradient is
+        taken to have another loss besides.
         """
+        if not math.isfinite(room):
+            return 1.0
         report = self.report
-        most = max(loss - self.replay.criterion.least, report.unbounded)
+        promise, most = (
+            -0.5 * float(linear @ minimiser(linear, fisher)),
+            max(room, report.unbounded),
+        )
         report.unbounded = promise
         return most / promise if 0 < most < promise else 1.0
 
-    def _expect(self, slope: Tensor, form: Tensor, length: Tensor, steep: float = 0.0) -> None:
-        """Of a step at a factor of 1. The averages begin with the first one that there is."""
+    def _expect(
+        self,
+        slope: Tensor,
+        form: Tensor,
+        length: Tensor,
+        steep: float = 0.0,
+        part: float = 1.0,
+    ) -> None:
+        """Of a step at a factor of 1. The averages begin with the first one that there is.
+
+        The form is larger by one over ``part`` where a loss has a least value; what is usual is as it was measured.
+        """
         report, weight = self.report, 1 / min(self.report.steps + 1, STEPS)
         weight = weight if report.usual else 1.0
         if length > 0:
-            report.curvature = float(form / length)
-            most = BOUNDS[2] * report.usual or report.curvature  # more is an outlier's
-            report.usual += weight * (min(report.curvature, most) - report.usual)
+            measured = float(form / length)
+            report.curvature = measured / part
+            most = BOUNDS[2] * report.usual or measured  # more is an outlier's
+            report.usual += weight * (min(measured, most) - report.usual)
         before = report.promise
         report.promise = -0.5 * float(slope) + steep * _gain(self.part(1.0))
         if report.promise > 0:

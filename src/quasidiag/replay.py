@@ -314,6 +314,11 @@ class Replay:
         """What the minibatches of this step came to."""
         return sum(weight * float(batch.loss) for weight, batch in self.weighted())
 
+    def above_least(self) -> float:
+        """How far that is above the least that it could be."""
+        least = self.criterion.least
+        return sum(weight * (float(batch.loss) - least) for weight, batch in self.weighted())
+
     def samples(self) -> int:
         """How many samples the minibatches of this step have."""
         return sum(len(batch.target) for batch in self._used)

@@ -15,7 +15,7 @@ Batch = tuple[Tensor, Tensor]
 def model() -> nn.Sequential:
     torch.manual_seed(0)
     return nn.Sequential(
-        nn.Linear(6, 7), nn.Tanh(), nn.Linear(7, 5), nn.LayerNorm(5), nn.Tanh(), nn.Linear(5, 3)
+        nn.Linear(6, 9), nn.Tanh(), nn.Linear(9, 5), nn.LayerNorm(5), nn.Tanh(), nn.Linear(5, 3)
     ).double()
 
 
