@@ -1,5 +1,7 @@
 """``step="auto"`` on two ranks goes the way of one rank with all samples."""
 
+import math
+
 import pytest
 import torch
 from problems import batches, model, numbers, part, same, train
@@ -30,12 +32,29 @@ def learn(
     for name in ("proportions", "strengths", "falls", "echoes", "further"):
         report |= {f"{name} {k}": number for k, number in enumerate(report.pop(name))}
     assert report.pop("parts") == [1.0]
-    return numbers(network), report
+    # A first step has nothing to be judged by.
+    return numbers(network), {name: x for name, x in report.items() if not math.isnan(x)}
+
+
+def sure() -> nn.Sequential:
+    """A network that has no doubts."""
+    network = model()
+    with torch.no_grad():
+        network[-1].weight.mul_(1e3)
+    return network
+
+
+def known() -> list[tuple[Tensor, Tensor]]:
+    """A minibatch that it knows, but for the first sample: no step may promise more than that one's part in the loss."""
+    x, _ = batches(1)[0]
+    said = sure()(x).detach()
+    return [(x, torch.cat([said[:1].argmin(1), said[1:].argmax(1)]))]
 
 
 def ranks(rank: int, size: int) -> dict[str, Found]:
     uneven = [part(b, rank, size, [16, 8]) for b in batches(STEPS)]
     return {
+        "known": learn(DDP(sure()), [part(b, rank, size) for b in known()]),
         "even": learn(DDP(model()), [part(b, rank, size) for b in batches(STEPS)]),
         "uneven": learn(DDP(model()), uneven, weight=True),
     }
@@ -43,8 +62,10 @@ def ranks(rank: int, size: int) -> dict[str, Found]:
 
 def test_two_ranks_equal_one_with_all_samples() -> None:
     results = run(ranks, 2)
-    parameters, report = learn(model(), batches(STEPS), process_group=None)
-    for kind in ("even", "uneven"):
+    whole = learn(model(), batches(STEPS), process_group=None)
+    bounded = learn(sure(), known(), process_group=None)
+    assert bounded[1]["unbounded"] > 2 * bounded[1]["promise"] > 0
+    for kind, (parameters, report) in {"even": whole, "uneven": whole, "known": bounded}.items():
         for result in results:
             same(result[kind][0], parameters)
             assert result[kind][1] == pytest.approx(report, rel=1e-6)
