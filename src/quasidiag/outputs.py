@@ -31,7 +31,7 @@ class OutputModel(nn.Module, ABC):
 
     #: No value is less than this, for any output and target: no automatic step then promises to go below. A subclass whose
     #: values may be less than those of its parent must say so.
-    least = -math.inf
+    least: float = -math.inf
 
     @abstractmethod
     def forward(self, output: Tensor, target: Tensor) -> Tensor:

@@ -68,8 +68,8 @@ class Report:
         damping: :math:`λ`.
         predicted: the change of the loss that the model expected of the last step that it was measured for.
         promise: how much the damped model is lowered by that step at a factor of 1.
-        unbounded: how much the model itself, without damping, would be lowered, if a loss could fall below its least value.
         hope: the average of its logarithm.
+        unbounded: how much the model itself, without damping, would be lowered if a loss could fall below its least value.
         stride: steps since, with that one.
         actual: the change that the last steps judged had brought, on the minibatch after them.
         ratio: of that to what was predicted of so many.
@@ -106,8 +106,8 @@ class Report:
     damping: float = 0.0
     predicted: float = 0.0
     promise: float = 0.0
-    unbounded: float = 0.0
     hope: float = 0.0
+    unbounded: float = 0.0
     stride: int = 0
     actual: float = float("nan")
     ratio: float = float("nan")
@@ -288,9 +288,9 @@ class QuadraticModel:
         if not math.isfinite(room):
             return 1.0
         report = self.report
-        promise, most = (
-            -0.5 * float(linear @ minimiser(linear, fisher)),
+        most, promise = (
             max(room, report.unbounded),
+            -0.5 * float(linear @ minimiser(linear, fisher)),
         )
         report.unbounded = promise
         return most / promise if 0 < most < promise else 1.0
