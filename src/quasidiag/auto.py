@@ -29,8 +29,8 @@ from torch import Tensor
 
 from quasidiag import orthogonal, rest, together
 from quasidiag.blocks import DiagonalBlock
-from quasidiag.proportions import echoes, further, power, proportions, shares, strengths
-from quasidiag.quadratic import WHOLE, QuadraticModel, Report, before_way, dot, dots, mean
+from quasidiag.proportions import echoes, further, power, proportions, shares, strengths, weights
+from quasidiag.quadratic import WHOLE, QuadraticModel, Report, before_way, dot, dots, gathered, mean
 from quasidiag.replay import Direction
 from quasidiag.sums import dtype_of
 
@@ -236,8 +236,7 @@ def lengths(optimizer: Riemannian, directions: Sequence[Direction]) -> Tensor:
     for p, metric in _diagonal(optimizer).items():
         rows = torch.stack([_along(u, p, metric.dtype).flatten() for u in directions])
         found.append(rows @ (metric.flatten() * rows).T)
-    # As one, or a device would be waited for as often as there are layers.
-    return torch.stack([forms.double().to(found[0].device) for forms in found]).cpu()
+    return gathered(found)
 
 
 def _moving(optimizer: Riemannian, directions: Sequence[Direction]) -> list[DiagonalBlock]:
@@ -419,18 +418,14 @@ def _excess(
     (:mod:`quasidiag.proportions`). A layer whose weights count for less than the mean, as one that begins at zero, may
     move as far as if they were that.
     """
-    found = [block.strength(optimizer.state) for block in blocks]
-    known = [x for x in found if x is not None]
-    if not known:
+    if not blocks:
         return {}
-    numbers = iter(torch.stack([x.double().to(known[0].device) for x in known]).cpu())
-    none = torch.zeros((), dtype=torch.float64)
-    strengths = torch.stack([none if x is None else next(numbers) for x in found])
-    usual = strengths[strengths > 0].log().mean().exp()  # nan, and no bound, where all are none
+    own = weights(blocks, optimizer.state)
+    usual = own[own > 0].log().mean().exp()  # nan, and no bound, where all are none
     units = torch.tensor([len(block.parameters[0]) for block in blocks])
     moved = each[: len(blocks)].diagonal(dim1=1, dim2=2).clamp_min(0.0).sqrt()
     steps = moved @ torch.tensor(best, dtype=torch.float64).abs()
-    excess = steps / (LONGEST * (units * strengths.clamp_min(usual)).sqrt())
+    excess = steps / (LONGEST * (units * own.clamp_min(usual)).sqrt())
     of = zip(blocks, mean(excess, ranks).tolist())
     return {p: ratio for block, ratio in of if ratio > 1 for p in block.parameters}
 

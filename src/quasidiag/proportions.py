@@ -35,7 +35,7 @@ from torch import Tensor
 
 from quasidiag.blocks import DiagonalBlock
 from quasidiag.orthogonal import WIDE
-from quasidiag.quadratic import mean
+from quasidiag.quadratic import gathered, mean
 
 if TYPE_CHECKING:
     from quasidiag.blocks import State
@@ -57,6 +57,16 @@ def power(longer: float) -> float:
     return 1 - 1 / (2 * longer)
 
 
+def weights(blocks: Sequence[DiagonalBlock], state: State) -> Tensor:
+    r""":math:`ρ^2` of each layer; 0 for one that has no weights."""
+    found = [block.strength(state) for block in blocks]
+    known = [x for x in found if x is not None]
+    squares = torch.zeros(len(blocks), dtype=torch.float64)
+    if known:
+        squares[[x is not None for x in found]] = gathered(known)
+    return squares
+
+
 def strengths(
     blocks: Sequence[DiagonalBlock],
     state: State,
@@ -64,14 +74,7 @@ def strengths(
     ranks: Any = None,
 ) -> list[float]:
     r""":math:`\ln ρ/\bar ρ` of each layer, which was ``before``; 0 for one that has no weights, or none that count yet."""
-    found = [block.strength(state) for block in blocks]
-    known = [x for x in found if x is not None]
-    if not known:
-        return [0.0] * len(blocks)
-    # As one, or a device would be waited for as often as there are layers.
-    numbers = torch.stack([x.double().to(known[0].device) for x in known])
-    logs = iter((mean(numbers.cpu(), ranks).log() / 2).tolist())
-    of = [-math.inf if x is None else next(logs) for x in found]
+    of = (mean(weights(blocks, state), ranks).log() / 2).tolist()
     changes = [x - b for x, b in zip(of, before) if b is not None and math.isfinite(x)]
     if changes:
         # The usual layer keeps its place, and none falls far below where it was.
@@ -100,9 +103,7 @@ def shares(
             found[i] = share(block.root(state).coordinates(rows))
     if not found:
         return [1.0] * len(blocks)
-    first = next(iter(found.values()))
-    numbers = torch.stack([x.double().to(first.device) for x in found.values()])
-    known = dict(zip(found, mean(numbers.cpu(), ranks).tolist()))
+    known = dict(zip(found, mean(gathered([*found.values()]), ranks).tolist()))
     return [known.get(i, 1.0) for i in range(len(blocks))]
 
 

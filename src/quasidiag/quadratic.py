@@ -448,13 +448,17 @@ def dots(covector: Direction, directions: Sequence[Direction]) -> Tensor:
     total = torch.zeros(len(directions), dtype=torch.float64)
     if not found:
         return total
-    together = torch.stack([x.to(found[0].device).double() for x in found]).cpu()
-    return total.index_add_(0, torch.tensor(of), together)
+    return total.index_add_(0, torch.tensor(of), gathered(found))
 
 
 def dot(covector: Direction, u: Direction) -> Tensor:
     """The product with one direction."""
     return dots(covector, [u])[0]
+
+
+def gathered(numbers: Sequence[Tensor]) -> Tensor:
+    """As one, in float64 and on the CPU: a device is waited for once, and not as often as there are layers."""
+    return torch.stack([x.double().to(numbers[0].device) for x in numbers]).cpu()
 
 
 def mean(numbers: Tensor, ranks: Any) -> Tensor:

@@ -171,9 +171,8 @@ def _robustness(plan: Plan, rows: dict[str, dict[str, Any]]) -> list[dict[str, A
 def write(summaries: Sequence[dict[str, Any]], out: Path) -> None:
     """``summary.json`` with everything, ``summary.csv`` and ``tables.md`` with the results."""
     out.mkdir(parents=True, exist_ok=True)
-    summaries = [
-        _rounded(summary) for summary in summaries
-    ]  # tables as whoever reads the file would make them
+    # Tables as whoever reads the file would make them.
+    summaries = [_rounded(summary) for summary in summaries]
     lines = [json.dumps(s, allow_nan=False, separators=(",", ":")) for s in summaries]
     text = "[\n" + ",\n".join(lines) + "\n]\n"  # a task a line
     write_atomically(out / "summary.json", lambda path: path.write_text(text))
