@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 from typing import Any
 
 import pytest
@@ -58,22 +57,9 @@ def test_products_of_steps_in_the_metric(reduction: str, safeguard: str | None) 
     for unit in range(5):
         rows = torch.stack([torch.cat([b[unit : unit + 1], w[unit]]) for b, w in steps])
         expected += rows @ dense(rule, unit) @ rows.T
-    torch.testing.assert_close(block.forms(rule.state, steps), expected)
-
-
-def test_the_root_is_kept_until_the_metric_changes() -> None:
-    rule = rule_of()
-    block, state = rule._blocks[0], rule.state
-    root = block.root(state)
-    assert block.root(state) is root
-    other = qd.Riemannian(mlp(4, 5, 3), qd.Categorical())
-    saved = copy.deepcopy(rule.state_dict())
-    other.load_state_dict(saved)
-    torch.testing.assert_close(other._blocks[0].root(other.state).scale, root.scale)
-    state[block.home]["mii"].mul_(4.0)
-    assert not torch.allclose(block.root(state).scale, root.scale)
-    rule.load_state_dict(saved)
-    torch.testing.assert_close(rule._blocks[0].root(rule.state).scale, root.scale)
+    (stack,) = rule._stacks.of([block], rule.state)
+    found = stack.forms(rule.state, [[step] for step in steps])
+    torch.testing.assert_close(found, expected.unsqueeze(0))
 
 
 @pytest.mark.parametrize("kind", ["linear", "convolution", "norm"])

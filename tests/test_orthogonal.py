@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 import quasidiag as qd
 from nets import batch, linear_layers, mlp
+from quasidiag import orthogonal
 from quasidiag.auto import FEWEST, _all_of, reach
 from quasidiag.orthogonal import (
     GROUP,
@@ -20,7 +21,6 @@ from quasidiag.orthogonal import (
     Kind,
     _rooms,
     by_gram,
-    factor,
     factors,
     newton_schulz,
     of_length,
@@ -31,6 +31,11 @@ SHAPES = [(6, 6), (4, 9), (9, 4), (1, 5), (5, 1)]
 
 def matrix(*shape: int) -> Tensor:
     return torch.randn(*shape, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+
+
+def factor(u: Tensor) -> Tensor:
+    """Of one matrix."""
+    return orthogonal.factor(u.unsqueeze(0)).squeeze(0)
 
 
 @pytest.mark.parametrize("shape", SHAPES)
@@ -127,6 +132,22 @@ def test_no_gradient_no_direction() -> None:
     wide = torch.randn(WIDE + 1, WIDE + 1)
     wide[7] = 0.0
     assert factor(wide)[7].abs().max() == 0 and factor(wide).isfinite().all()
+
+
+def test_norms_go_as_far_as_they_would_by_their_riemannian_gradient() -> None:
+    """What is no matrix takes :math:`M^{-1} v` at the length that a layer of so many units has."""
+    model = nn.Sequential(nn.Linear(5, 6), nn.LayerNorm(6), nn.Linear(6, 3)).double()
+    optimizer = qd.Riemannian(model, qd.Categorical())
+    x, t = batch("categorical", 40, 5, 3)
+    optimizer.criterion(model(x), t).backward()
+    optimizer.step()
+    (norm,) = (b for b in optimizer._blocks if not b.mixes)
+    v = [matrix(6), matrix(6) - 1.0]
+    expected = of_length(norm.solve(optimizer.state, v, 0.0, None), v, 6)
+    stacks = optimizer._stacks.of([norm], optimizer.state)
+    torch.testing.assert_close(orthogonal.steps(stacks, optimizer.state, {norm: v})[norm], expected)
+    still = orthogonal.steps(stacks, optimizer.state, {norm: [torch.zeros_like(x) for x in v]})
+    assert all(w.abs().max() == 0 for w in still[norm])
 
 
 def test_length_in_the_metric() -> None:
@@ -262,19 +283,29 @@ def test_a_given_lr_has_no_orthogonal_directions() -> None:
 
 
 def test_small_layers_in_one_batch() -> None:
-    us = [matrix(*shape) for shape in (*SHAPES, (70, 80), (30, 40))]
+    us = [
+        matrix(n, *shape) for n, shape in zip((1, 3, 1, 2, 1, 1, 2), (*SHAPES, (70, 80), (30, 40)))
+    ]
     for found, u in zip(factors(us), us, strict=True):
-        torch.testing.assert_close(found, factor(u), rtol=1e-9, atol=1e-12)
+        for layer, one in zip(found, u, strict=True):
+            torch.testing.assert_close(layer, factor(one), rtol=1e-9, atol=1e-12)
     mixed = [us[0], us[1].float(), us[2]]
     assert [o.dtype for o in factors(mixed)] == [u.dtype for u in mixed]
 
 
 def test_no_batch_is_mostly_zeros() -> None:
-    us = [matrix(8, 9) for _ in range(6)] + [matrix(1, 400), matrix(60, 50)]
+    us = [matrix(2, 8, 9) for _ in range(6)] + [matrix(1, 1, 400), matrix(1, 60, 50)]
     rooms = _rooms(tuple(map(Kind.of, us)))
     assert sorted(i for room in rooms for i in room) == [*range(8)] and [*range(6)] in rooms
     for found, u in zip(factors(us), us, strict=True):
-        torch.testing.assert_close(found, factor(u), rtol=1e-9, atol=1e-12)
+        torch.testing.assert_close(found, orthogonal.factor(u), rtol=1e-9, atol=1e-12)
+
+
+@pytest.mark.parametrize("shape", [(2, WIDE + 5, WIDE + 3), (3, 40, 7), (3, 7, 40)])
+def test_layers_of_one_shape_are_as_if_each_were_alone(shape: tuple[int, int, int]) -> None:
+    u = matrix(*shape)
+    for found, one in zip(orthogonal.factor(u), u, strict=True):
+        torch.testing.assert_close(found, factor(one), rtol=1e-9, atol=1e-12)
 
 
 def test_without_foreach_layers_are_taken_one_by_one() -> None:

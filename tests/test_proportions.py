@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import pickle
+from collections.abc import Sequence
 from typing import Any
 
 import pytest
@@ -13,6 +14,7 @@ from torch import Tensor, nn
 import quasidiag as qd
 from nets import batch, linear_layers, mlp
 from quasidiag.auto import FEWEST, MOST, PART, reach
+from quasidiag.blocks import DiagonalBlock, UnitwiseBlock
 from quasidiag.orthogonal import WIDE
 from quasidiag.proportions import (
     FALL,
@@ -27,6 +29,7 @@ from quasidiag.proportions import (
     share,
     shares,
     strengths,
+    weights,
 )
 from quasidiag.quadratic import Report
 
@@ -51,8 +54,14 @@ def trained_on(optimizer: qd.Riemannian, steps: int) -> qd.Riemannian:
     return optimizer
 
 
-def measured(optimizer: qd.Riemannian) -> list[float]:
-    return strengths(optimizer._blocks, optimizer.state, [None] * len(optimizer._blocks))
+def measured(
+    optimizer: qd.Riemannian,
+    before: Sequence[float | None] = (),
+    blocks: Sequence[DiagonalBlock] = (),
+) -> list[float]:
+    blocks, state = blocks or optimizer._blocks, optimizer.state
+    squares = weights(blocks, optimizer._stacks.of(blocks, state), state)
+    return strengths(squares, before or [None] * len(blocks))
 
 
 def test_the_power_grows_with_the_average() -> None:
@@ -91,8 +100,8 @@ def test_the_unitwise_metric_has_them_too(bias: bool) -> None:
             row = torch.cat([best.unsqueeze(0), w])
             whole = row @ matrix @ row
         expected.append(float(whole))
-    found = first.strength(optimizer.state)
-    assert found is not None and float(found) == pytest.approx(sum(expected) / 7)
+    assert isinstance(first, UnitwiseBlock)
+    assert float(first.strength(optimizer.state)) == pytest.approx(sum(expected) / 7)
 
 
 @pytest.mark.parametrize("factor", [0.0, 1e-9, 1e9])
@@ -115,12 +124,12 @@ def test_a_layer_that_is_made_anew_goes_as_far_as_before(factor: float) -> None:
     before = measured(optimizer)
     with torch.no_grad():
         linear_layers(optimizer.model)[1].weight.mul_(factor)
-    found = strengths(optimizer._blocks, optimizer.state, before)
+    found = measured(optimizer, before)
     assert found == pytest.approx(
         [before[0] + FALL / 3, before[1] - FALL * 2 / 3, before[2] + FALL / 3]
     )
     for _ in range(1000):
-        found = strengths(optimizer._blocks, optimizer.state, found)
+        found = measured(optimizer, found)
     assert found[1] < before[1] - 3
     if factor:
         assert found == pytest.approx(measured(optimizer))
@@ -132,7 +141,7 @@ def test_what_falls_slowly_is_as_it_is() -> None:
     with torch.no_grad():
         for layer, factor in zip(linear_layers(optimizer.model), (3.0, 0.995, 1.01)):
             layer.weight.mul_(factor)
-    assert strengths(optimizer._blocks, optimizer.state, kept) == pytest.approx(measured(optimizer))
+    assert measured(optimizer, kept) == pytest.approx(measured(optimizer))
 
 
 def test_a_layer_is_compared_with_itself() -> None:
@@ -158,7 +167,7 @@ def test_a_layer_is_compared_with_itself() -> None:
 def expected_alone(optimizer: qd.Riemannian, which: list[int]) -> list[float]:
     """The strengths of some layers, as if nothing had been known of them."""
     blocks = [optimizer._blocks[i] for i in which]
-    return strengths(blocks, optimizer.state, [None] * len(blocks))
+    return measured(optimizer, blocks=blocks)
 
 
 @pytest.mark.parametrize("options", [{"orthogonal": False}, {"reduction": "unitwise"}])
@@ -252,9 +261,10 @@ def test_only_more_units_than_inputs_need_to_take_part(
     step = [torch.ones_like(p) for p in block.parameters]
     for p in step:
         p[0] = 0.0
-    assert shares([block], optimizer.state, [None]) == [1.0]
-    (found,) = shares([block], optimizer.state, [step])
-    assert (found < 1.0) == asked
+    stacks = optimizer._stacks.of([block], optimizer.state)
+    found = shares(stacks, optimizer.state, {block: step})
+    assert found.keys() == ({block} if asked else set())
+    assert all(share < 1.0 for share in found.values())
 
 
 def test_units_that_each_go_by_one_are_not_asked() -> None:
@@ -268,7 +278,8 @@ def test_units_that_each_go_by_one_are_not_asked() -> None:
     step = [torch.ones_like(p) for p in block.parameters]
     for p in step:
         p[::2] = 0.0
-    assert shares([block], optimizer.state, [step]) == [1.0]
+    stacks = optimizer._stacks.of([block], optimizer.state)
+    assert shares(stacks, optimizer.state, {block: step}) == {}
 
 
 def test_a_layer_goes_as_far_as_they_say() -> None:
@@ -280,7 +291,8 @@ def test_a_layer_goes_as_far_as_they_say() -> None:
     for block in blocks:
         step: list[Tensor] = [optimizer.state[p]["update"] for p in block.parameters]
         rows = block.rows_of(step)[-1].shape
-        lengths = float(block.forms(optimizer.state, [step])[0, 0])
+        (stack,) = optimizer._stacks.of([block], optimizer.state)
+        lengths = float(stack.forms(optimizer.state, [[step]]))
         found.append(math.sqrt(lengths / min(rows[0], rows[1] + 1)) / report.alpha)
     # Singular values are one but for the iterations' error, and a tall layer's columns are longer than one.
     scale = [math.sqrt(max(1.0, len(b.parameters[0]) / 6)) for b in blocks]

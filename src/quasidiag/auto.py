@@ -28,10 +28,11 @@ import torch
 from torch import Tensor
 
 from quasidiag import orthogonal, rest, together
-from quasidiag.blocks import DiagonalBlock
+from quasidiag.blocks import DiagonalBlock, UnitwiseBlock
 from quasidiag.proportions import echoes, further, power, proportions, shares, strengths, weights
 from quasidiag.quadratic import WHOLE, QuadraticModel, Report, before_way, dot, dots, gathered, mean
 from quasidiag.replay import Direction
+from quasidiag.stacks import in_order
 from quasidiag.sums import dtype_of
 
 if TYPE_CHECKING:
@@ -127,47 +128,55 @@ def reach(steps: int) -> float:
     return min(max(steps / PART, FEWEST), MOST)
 
 
-def average_(state: dict[str, Any], g: Tensor, new: float) -> Tensor:
-    """Take a gradient into its average; that, and once more the gradient (Nesterov).
+def averages_(
+    states: Sequence[dict[str, Any]], gradients: Sequence[Tensor], new: float
+) -> list[Tensor]:
+    """Take gradients into their averages; these, and once more the gradients (Nesterov).
 
     ``seen`` is what the weights of all gradients so far add up to: less than one at first.
     """
-    if "average" not in state:
-        state["average"], state["seen"] = torch.zeros_like(g), 0.0
-    average, g = state["average"], g.to(state["average"].dtype)
-    average.lerp_(g, new)
-    seen = state["seen"] = (1 - new) * state.get("seen", 1.0) + new  # older states have none
-    whole = (1 - new) * seen + new
-    return average.lerp(g, new) if whole > NEARLY else average.lerp(g, new).div_(whole)
+    if not states:
+        return []
+    for state, g in zip(states, gradients):
+        if "average" not in state:
+            state["average"], state["seen"] = torch.zeros_like(g), 0.0
+        state["seen"] = (1 - new) * state.get("seen", 1.0) + new  # older states have none
+    averages = [state["average"] for state in states]
+    gradients = [g.to(average.dtype) for g, average in zip(gradients, averages)]
+    torch._foreach_lerp_(averages, gradients, new)
+    found = torch._foreach_lerp(averages, gradients, new)
+    wholes = [(1 - new) * state["seen"] + new for state in states]
+    few = [i for i, whole in enumerate(wholes) if whole <= NEARLY]
+    if few:
+        torch._foreach_div_([found[i] for i in few], [wholes[i] for i in few])
+    return [*found]
 
 
 def propose(optimizer: Riemannian, gradient: Direction, measures: bool) -> dict[Tensor, Tensor]:
     """The direction *d*, from the averaged gradient. Layers go as far as they did when this was last measured."""
     assert optimizer.auto is not None
-    new = 1 / reach(optimizer.auto.steps)
-    covered = {p for block in optimizer._blocks for p in block.parameters}
-    averaged = {
-        p: average_(optimizer.state[p], g, new) for p, g in gradient.items() if p in covered
-    }
+    new, state = 1 / reach(optimizer.auto.steps), optimizer.state
+    moving: list[Tensor] = [
+        p for block in optimizer._blocks for p in block.parameters if p in gradient
+    ]
+    averages = averages_([state[p] for p in moving], [gradient[p] for p in moving], new)
+    averaged = dict(zip(moving, averages))
     found: dict[Tensor, Tensor] = {}
-    matrices: dict[DiagonalBlock, list[Tensor]] = {}
+    rooted: dict[DiagonalBlock, list[Tensor]] = {}
     for block in optimizer._blocks:
         if optimizer._known(block) and any(p in gradient for p in block.parameters):
-            dtype = dtype_of(block, optimizer.state)
-            given = [
-                averaged[p].to(dtype) if p in averaged else torch.zeros_like(p, dtype=dtype)
-                for p in block.parameters
-            ]
+            dtype = dtype_of(block, state)
+            given = [_along(averaged, p, dtype) for p in block.parameters]
             whole = all(p in gradient for p in block.parameters)
-            if optimizer.orthogonal and whole and block.mixes:
-                matrices[block] = given
+            if optimizer.orthogonal and whole and not isinstance(block, UnitwiseBlock):
+                rooted[block] = given
             else:
                 d = _solved(optimizer, block, given, whole)
                 found |= {p: w for p, w in zip(block.parameters, d) if p in gradient}
-    batch = optimizer.foreach is not False
-    solved = orthogonal.steps([*matrices], optimizer.state, [*matrices.values()], batch)
-    for block, d in zip(matrices, solved):
-        found |= dict(zip(block.parameters, d))
+    stacks = optimizer._stacks.of(rooted, state)
+    solved = orthogonal.steps(stacks, state, rooted, optimizer.foreach is not False)
+    for block, d in solved.items():
+        found |= zip(block.parameters, d)
     if found and _proportioned(optimizer):
         _proportion_(optimizer, found, measures)
     return found
@@ -187,16 +196,18 @@ def _proportion_(optimizer: Riemannian, found: dict[Tensor, Tensor], measures: b
     }
     blocks = [*moving.values()]
     if measures or len(report.proportions) != len(blocks):
-        every, ranks = len(optimizer._blocks), _ranks(optimizer)
+        every, ranks, state = len(optimizer._blocks), _ranks(optimizer), optimizer.state
         kept = report.strengths if len(report.strengths) == every else [None] * every
-        fresh = strengths(blocks, optimizer.state, [kept[i] for i in moving], ranks)
+        squares = weights(blocks, optimizer._stacks.of(blocks, state), state)
+        fresh = strengths(mean(squares, ranks), [kept[i] for i in moving])
         now = dict(zip(moving, fresh))
         report.strengths = [now.get(i, before) for i, before in enumerate(kept)]
         more = [report.further[i] if len(report.further) == every else 0.0 for i in moving]
-        steps = [_all_of(block, found) for block in blocks]
-        taking_part = shares(blocks, optimizer.state, steps, ranks)
+        steps = {block: d for block in blocks if (d := _all_of(block, found)) is not None}
+        taking_part = shares(optimizer._stacks.of(steps, state), state, steps, ranks)
         p = power(reach(report.steps) / FEWEST)
-        report.proportions = proportions(fresh, taking_part, p, more)
+        part = [taking_part.get(block, 1.0) for block in blocks]
+        report.proportions = proportions(fresh, part, p, more)
     of: dict[Tensor, float] = {
         p: x for block, x in zip(blocks, report.proportions) for p in block.parameters
     }
@@ -228,15 +239,21 @@ def _solved(
 
 def lengths(optimizer: Riemannian, directions: Sequence[Direction]) -> Tensor:
     """The products of directions in the metric, of each with each: layer by layer, and what is in none."""
-    found = []
-    for block in _moving(optimizer, directions):
-        dtype = dtype_of(block, optimizer.state)
-        steps = [[_along(u, p, dtype) for p in block.parameters] for u in directions]
-        found.append(block.forms(optimizer.state, steps))
+    state, blocks, k = optimizer.state, _moving(optimizer, directions), len(directions)
+    stacks, found = optimizer._stacks.of(blocks, state), []
+    for stack in stacks:
+        dtype = dtype_of(stack.blocks[0], state)
+        steps = [
+            [[_along(u, p, dtype) for p in block.parameters] for block in stack.blocks]
+            for u in directions
+        ]
+        found.append(stack.forms(state, steps))
+    each = in_order(blocks, stacks, found) if blocks else torch.zeros(0, k, k, dtype=torch.float64)
+    others = []
     for p, metric in _diagonal(optimizer).items():
         rows = torch.stack([_along(u, p, metric.dtype).flatten() for u in directions])
-        found.append(rows @ (metric.flatten() * rows).T)
-    return gathered(found)
+        others.append(rows @ (metric.flatten() * rows).T)
+    return torch.cat([each, gathered(others)]) if others else each
 
 
 def _moving(optimizer: Riemannian, directions: Sequence[Direction]) -> list[DiagonalBlock]:
@@ -296,10 +313,9 @@ def descend_(optimizer: Riemannian, model: QuadraticModel, measures: bool) -> No
         named["own"] = {p: optimizer.criterion.along(p, -part * w) for p, w in known.items()}
         best["own"] = float(part > 0)
     for name, u in named.items() if any(best.values()) else ():
-        for p, w in u.items():
-            moved, way = _move_(p, w.mul_(best[name])), optimizer.state[p].get("update")
-            rest.displace_(optimizer, p, moved)
-            optimizer.state[p]["update"] = moved if way is None else way.add_(moved)
+        ws = [*u.values()]
+        torch._foreach_mul_(ws, best[name])
+        _follow_(optimizer, [*u], _moved_([*u], ws))
     if measures:
         report.falls, report.extent = _slopes(optimizer, gradient), factor * report.damped
     report.alpha, report.other = (-best.get(name, 0.0) for name in ("new", "other"))
@@ -368,11 +384,25 @@ def _listen(optimizer: Riemannian, report: Report, gradient: Direction) -> None:
     report.further = further(report.further, report.echoes, falls)
 
 
-def _move_(p: Tensor, w: Tensor) -> Tensor:
-    """Move a parameter, and by how much it did: one of low precision rounds."""
-    before = p.detach().to(w.dtype, copy=p.dtype != w.dtype)
-    p.add_(w.to(p.dtype))
-    return w if p.dtype == w.dtype else p.detach().to(w.dtype) - before
+def _moved_(parameters: Sequence[Tensor], ws: Sequence[Tensor]) -> list[Tensor]:
+    """Move parameters, and by how much they did: those of low precision round."""
+    befores = {p: p.detach().to(w.dtype) for p, w in zip(parameters, ws) if p.dtype != w.dtype}
+    torch._foreach_add_([*parameters], [w.to(p.dtype) for p, w in zip(parameters, ws)])
+    return [
+        p.detach().to(w.dtype) - befores[p] if p in befores else w for p, w in zip(parameters, ws)
+    ]
+
+
+def _follow_(optimizer: Riemannian, parameters: Sequence[Tensor], moved: Sequence[Tensor]) -> None:
+    """What a move is added to: the way since the last measurement, and the place at rest."""
+    rest.displace_(optimizer, parameters, moved)
+    states = [optimizer.state[p] for p in parameters]
+    known = [i for i, state in enumerate(states) if "update" in state]
+    if known:
+        torch._foreach_add_([states[i]["update"] for i in known], [moved[i] for i in known])
+    for state, u in zip(states, moved):
+        if "update" not in state:
+            state["update"] = u if u._base is None else u.clone()  # not a part of a stack
 
 
 def _measure(
@@ -420,7 +450,7 @@ def _excess(
     """
     if not blocks:
         return {}
-    own = weights(blocks, optimizer.state)
+    own = weights(blocks, optimizer._stacks.of(blocks, optimizer.state), optimizer.state)
     usual = own[own > 0].log().mean().exp()  # nan, and no bound, where all are none
     units = torch.tensor([len(block.parameters[0]) for block in blocks])
     moved = each[: len(blocks)].diagonal(dim1=1, dim2=2).clamp_min(0.0).sqrt()

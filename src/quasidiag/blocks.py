@@ -38,14 +38,6 @@ class Update(NamedTuple):
     gain: float | Tensor
 
 
-class KeptRoot(NamedTuple):
-    """The root of a metric, and what it is the root of."""
-
-    root: roots.Root
-    moments: list[Tensor]
-    of: tuple[Any, ...]
-
-
 class DiagonalBlock:
     """Keeps ``m00`` and ``mii``; also what a layer without a bias (or with a frozen one) comes to."""
 
@@ -68,7 +60,6 @@ class DiagonalBlock:
         self.home = self.parameters[-1]
         #: Completes a sum over units; some may be on other ranks (:mod:`quasidiag.sharding`).
         self.add_up: Callable[[Tensor], Tensor] = _as_is
-        self._root: KeptRoot | None = None
 
     def start(self, state: State, a: Tensor, dtype: torch.dtype, identity: bool) -> None:
         """Make room for the metric: zeros, or the identity matrix."""
@@ -182,31 +173,15 @@ class DiagonalBlock:
         return self.weight is not None and self.adapter.mixes(self.module)
 
     def root(self, state: State) -> roots.Root:
-        r"""The coordinates in which the metric is the identity matrix (:mod:`quasidiag.root`), kept until it changes."""
-        kept = [m for m in self.kept(state) if m is not None]
-        now = (state[self.home]["updates"], [m._version for m in kept], self.safeguard)
-        same = self._root is not None and all(m is n for m, n in zip(kept, self._root.moments))
-        if self._root is None or not same or self._root.of != now:
-            self._root = KeptRoot(self._find_root(state), kept, now)
-        return self._root.root
-
-    def _find_root(self, state: State) -> roots.Root:
+        r"""The coordinates in which the metric is the identity matrix (:mod:`quasidiag.root`)."""
         *m00, mii = self.rows_of(self._bounded(state))
         return roots.diagonal(m00[0] if m00 else None, mii)
 
-    def forms(self, state: State, steps: Sequence[list[Tensor]]) -> Tensor:
-        r"""The products of steps in the metric, :math:`w^⊤ M w'`, of each with each."""
-        root = self.root(state)
-        u = torch.stack([root.coordinates(self.rows_of(step)).flatten() for step in steps])
-        return u @ u.T
-
-    def strength(self, state: State) -> Tensor | None:
-        r"""How long the weights are in the metric, on the average unit: :math:`\sum_i σ_i^2 w_i^2`."""
-        if self.weight is None:
-            return None
-        scale = self.root(state).scale
-        rows = self.adapter.rows(self.module, self.weight.detach()).to(scale.dtype)
-        return torch.where(scale > 0, rows / scale, 0.0).square().sum(1).mean()
+    @cached_property
+    def shape(self) -> Hashable:
+        """Layers of equal shape can be stacked (:mod:`quasidiag.stacks`)."""
+        rows = self.rows_of([p.detach() for p in self.parameters])
+        return type(self), self.mixes, self.weight is None, *(x.shape for x in rows)
 
     def rows_of(self, tensors: Tensors) -> list[Tensor]:
         """Tensors shaped like :attr:`parameters`, the weight's as ``[units, inputs]``; a bias alone is a column of them."""
@@ -216,7 +191,9 @@ class DiagonalBlock:
 
     def like(self, rows: Tensors) -> list[Tensor]:
         """Back from :meth:`rows_of` to the parameters' own shapes."""
-        weight = self.adapter.unrows(self.module, rows[-1].contiguous(), self.home.shape)
+        if self.weight is None:
+            return [rows[0].view_as(self.home)]
+        weight = self.adapter.unrows(self.module, rows[-1], self.home.shape)
         return [*(r.view_as(p) for r, p in zip(rows[:-1], self.parameters)), weight]
 
     def descend_(self, state: State, gradients: list[Tensor], rule: Rule) -> bool:
@@ -290,7 +267,7 @@ class QuasiDiagonalBlock(DiagonalBlock):
         w0, wi = reductions.quasi_diagonal(m00, m0i, mii, v0, vi, eps=eps, floor=floor, shift=shift)
         return [w0.view_as(self.bias), self.adapter.unrows(self.module, wi, self.weight.shape)]
 
-    def _find_root(self, state: State) -> roots.Root:
+    def root(self, state: State) -> roots.Root:
         return roots.quasi_diagonal(*self._moment_rows(state), state[self.weight].get("shift"))
 
     @cached_property
@@ -409,13 +386,14 @@ class UnitwiseBlock(DiagonalBlock):
         w = reductions.unitwise(state[self.weight]["block"], v, eps=eps, floor=floor)
         return [self._unrows(w)] if self.bias is None else [w[:, 0], self._unrows(w[:, 1:])]
 
-    def forms(self, state: State, steps: Sequence[list[Tensor]]) -> Tensor:
+    def forms(self, state: State, steps: Sequence[Sequence[Tensor]]) -> Tensor:
+        r"""The products of steps in the metric, :math:`w^⊤ M w'`, of each with each."""
         rows = [self.rows_of(step) for step in steps]
         w = torch.stack([torch.cat([*(b.unsqueeze(1) for b in w0), wi], 1) for *w0, wi in rows], 2)
         return (w.mT @ (state[self.weight]["block"] @ w)).sum(0)
 
-    def strength(self, state: State) -> Tensor | None:
-        """As for the others: with the bias that leaves the mean of what units say as it is."""
+    def strength(self, state: State) -> Tensor:
+        """How long the weights are in the metric, on the average unit; with the bias that makes it least."""
         block = state[self.weight]["block"]
         rows = self.adapter.rows(self.module, self.weight.detach()).to(block.dtype)
         n = rows.shape[1]

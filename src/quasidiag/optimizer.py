@@ -21,6 +21,7 @@ from quasidiag.readiness import idle, ready, warn_of_others
 from quasidiag.replay import Replay
 from quasidiag.saving import Saved
 from quasidiag.sharding import is_sharded
+from quasidiag.stacks import Stacks
 from quasidiag.sums import Sums, dtype_of
 from quasidiag.units import find_units
 
@@ -194,7 +195,7 @@ class Riemannian(Saved):
     def _attach(self) -> None:
         """Watch the model. A copied or unpickled optimizer does so again, with the model that came along."""
         self._find()
-        self._sums, self._idle = Sums(), idle(self)
+        self._sums, self._idle, self._stacks = Sums(), idle(self), Stacks(self.foreach)
         #: Blocks that had a gradient before they had a metric: until they do, no step does without one.
         self._late: set[DiagonalBlock] = set()
         self._collector = Collector(
@@ -481,6 +482,7 @@ class Riemannian(Saved):
 
     def _forget(self) -> None:
         """No reference to the batch survives the step."""
+        self._stacks.sweep()
         late = (b for b in self._blocks if b in self._late or b.home.grad is not None)
         self._late = {block for block in late if not self._started(block)}
         self._sums.clear()

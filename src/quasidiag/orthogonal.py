@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
 import torch
@@ -22,6 +22,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from quasidiag.blocks import DiagonalBlock, State
+from quasidiag.stacks import Stack
 from quasidiag.together import SMALL
 
 #: Of the quintics :math:`a x + b x^3 + c x^5` that bring singular values to one, in turn: each is the best for the
@@ -49,10 +50,10 @@ def newton_schulz(matrices: Tensor) -> Tensor:
     .. math:: X ← aX + (b X X^⊤ + c (X X^⊤)^2) X, \qquad X_0 = U/‖U‖_8.
 
     Singular values of more than 0.0051 :math:`‖U‖_8` come within 9 % of one. On a GPU in bfloat16, which is exact enough
-    for a direction.
+    for a direction, with zeros around: tensor cores multiply by eights.
     """
     half = matrices.is_cuda and matrices.dtype == torch.float32
-    x, tall = _prepared(matrices.bfloat16() if half else matrices)
+    x, tall = _prepared(_by_eights(matrices.bfloat16()) if half else matrices)
     margin = MARGIN if x.dtype == torch.bfloat16 else 1.0
     gram = x @ x.mT
     x = (x / _bound(gram @ gram).sqrt()).to(x.dtype)
@@ -60,7 +61,8 @@ def newton_schulz(matrices: Tensor) -> Tensor:
         a, b, c = a / margin, b / margin**3, c / margin**5
         gram = x @ x.mT
         x = torch.baddbmm(x, torch.baddbmm(gram, gram, gram, beta=b, alpha=c), x, beta=a)
-    return (x.mT if tall else x).to(matrices.dtype)
+    x = (x.mT if tall else x).to(matrices.dtype)
+    return x[..., : matrices.shape[-2], : matrices.shape[-1]]
 
 
 def by_gram(matrices: Tensor) -> Tensor:
@@ -82,6 +84,12 @@ def by_gram(matrices: Tensor) -> Tensor:
         product = quintic @ product
     x = (product / bound.sqrt()) @ x
     return x.mT if tall else x
+
+
+def _by_eights(x: Tensor) -> Tensor:
+    """With zeros at the end of rows and columns, which stay zeros."""
+    rows, columns = (-n % 8 for n in x.shape[-2:])
+    return F.pad(x, (0, columns, 0, rows)) if rows or columns else x
 
 
 def _bound(square: Tensor) -> Tensor:
@@ -110,32 +118,33 @@ def _prepared(x: Tensor) -> tuple[Tensor, bool]:
 
 
 def factor(u: Tensor) -> Tensor:
-    """The orthogonal factor of ``u: [units, inputs]``, by groups of units where both are many.
+    """The orthogonal factor of each ``u: [layers, units, inputs]``, by groups of units where both are many.
 
     Units are of length one: each in a wide layer, in others on the average.
     """
-    units, inputs = u.shape
+    layers, units, inputs = u.shape
     if min(units, inputs) <= WIDE:
-        return _polar(u.unsqueeze(0)).squeeze(0) * _length(u)
+        return _polar(u) * _length(u)
     groups = math.ceil(units / GROUP)
     size = math.ceil(units / groups)
     padded = u if size * groups == units else F.pad(u, (0, 0, 0, size * groups - units))
-    orthogonal = _polar(padded.view(groups, size, inputs)).reshape(-1, inputs)[:units]
-    lengths = torch.linalg.vector_norm(orthogonal, dim=1, keepdim=True)
+    orthogonal = _polar(padded.view(-1, size, inputs)).reshape(layers, -1, inputs)[:, :units]
+    lengths = torch.linalg.vector_norm(orthogonal, dim=-1, keepdim=True)
     return orthogonal / lengths.clamp_min(FADED)
 
 
 class Kind(NamedTuple):
-    """A matrix as far as batches are concerned: its sides, and where its numbers live."""
+    """Matrices as far as batches are concerned: their sides, how many there are, and where their numbers live."""
 
     shorter: int
     longer: int
+    layers: int
     dtype: torch.dtype
     device: torch.device
 
     @classmethod
     def of(cls, u: Tensor) -> Kind:
-        return cls(min(u.shape), max(u.shape), u.dtype, u.device)
+        return cls(min(u.shape[1:]), max(u.shape[1:]), len(u), u.dtype, u.device)
 
     @property
     def size(self) -> int:
@@ -149,13 +158,13 @@ def factors(us: Sequence[Tensor]) -> list[Tensor]:
         if len(batch) == 1:
             found[batch[0]] = factor(us[batch[0]])
             continue
-        flat = [us[i].mT if us[i].shape[0] > us[i].shape[1] else us[i] for i in batch]
-        rows, columns = (max(x.shape[d] for x in flat) for d in (0, 1))
-        room = flat[0].new_zeros(len(batch), rows, columns)
-        for k, x in enumerate(flat):
-            room[k, : x.shape[0], : x.shape[1]] = x
-        for i, x, o in zip(batch, flat, _polar(room)):
-            o = o[: x.shape[0], : x.shape[1]] * _length(us[i])
+        flat = [us[i].mT if us[i].shape[1] > us[i].shape[2] else us[i] for i in batch]
+        layers = [len(x) for x in flat]
+        room = flat[0].new_zeros(sum(layers), *(max(x.shape[d] for x in flat) for d in (1, 2)))
+        for x, part in zip(flat, room.split(layers)):
+            part[:, : x.shape[1], : x.shape[2]] = x
+        for i, x, o in zip(batch, flat, _polar(room).split(layers)):
+            o = o[:, : x.shape[1], : x.shape[2]] * _length(us[i])
             found[i] = o if x is us[i] else o.mT
     return [found[i] for i in range(len(us))]
 
@@ -167,8 +176,9 @@ def _rooms(kinds: tuple[Kind, ...]) -> list[list[int]]:
     for i in sorted(range(len(kinds)), key=lambda i: kinds[i][:2]):
         room = [*(rooms[-1] if rooms else []), i]
         rows, columns = (max(sides) for sides in zip(*(kinds[k][:2] for k in room)))
-        full = len(room) * rows * columns <= WASTE * sum(kinds[k].size for k in room)
-        alike = len({kinds[k][2:] for k in room}) == 1
+        filled = sum(kinds[k].layers * kinds[k].size for k in room)
+        full = sum(kinds[k].layers for k in room) * rows * columns <= WASTE * filled
+        alike = len({kinds[k][3:] for k in room}) == 1
         if len(room) > 1 and alike and full and kinds[i].size <= SMALL:
             rooms[-1] = room
         else:
@@ -182,20 +192,34 @@ def _polar(matrices: Tensor) -> Tensor:
 
 def _length(u: Tensor) -> float:
     """Of each row of orthogonal columns, on the average, for rows of length one."""
-    return math.sqrt(max(1.0, u.shape[0] / u.shape[1]))
+    return math.sqrt(max(1.0, u.shape[-2] / u.shape[-1]))
 
 
 def steps(
-    blocks: Sequence[DiagonalBlock],
+    stacks: Sequence[Stack],
     state: State,
-    gradients: Sequence[list[Tensor]],
+    gradients: Mapping[DiagonalBlock, Sequence[Tensor]],
     batch: bool = True,
-) -> list[list[Tensor]]:
-    r"""The steps :math:`A^{-1} P Q^⊤` of layers whose gradients have the coordinates :math:`P Σ Q^⊤`."""
-    roots = [block.root(state) for block in blocks]
-    us = [r.gradient(b.rows_of(v)) for b, r, v in zip(blocks, roots, gradients)]
-    found = factors(us) if batch else [factor(u) for u in us]
-    return [b.like(r.step(u)) for b, r, u in zip(blocks, roots, found)]
+) -> dict[DiagonalBlock, list[Tensor]]:
+    r"""The steps :math:`A^{-1} P Q^⊤` of layers whose gradients have the coordinates :math:`P Σ Q^⊤`.
+
+    Those that are no matrix take :math:`A^{-1} u`, for gradients with the coordinates :math:`u`, of the same length.
+    """
+    found: dict[DiagonalBlock, list[Tensor]] = {}
+    us = [s.root(state).gradient(s.rows([gradients[b] for b in s.blocks])) for s in stacks]
+    matrices = [i for i, stack in enumerate(stacks) if stack.blocks[0].mixes]
+    given = [us[i] for i in matrices]
+    equal = dict(zip(matrices, factors(given) if batch else map(factor, given)))
+    for i, (stack, u) in enumerate(zip(stacks, us)):
+        u = equal[i] if i in equal else _of_length(u, len(stack.blocks[0].parameters[0]))
+        found |= zip(stack.blocks, stack.like(stack.root(state).step(u)))
+    return found
+
+
+def _of_length(u: Tensor, units: int) -> Tensor:
+    """The coordinates of each layer's step brought to the length that those of so many units are to have."""
+    length = torch.linalg.vector_norm(u, dim=(1, 2), keepdim=True)
+    return u * torch.where(length > 0, math.sqrt(units) / length, 0.0)
 
 
 def of_length(step: Sequence[Tensor], gradients: Sequence[Tensor], units: int) -> list[Tensor]:

@@ -26,7 +26,7 @@ crossed their valleys, goes further from then on.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from statistics import median_high
 from typing import TYPE_CHECKING, Any
 
@@ -35,7 +35,8 @@ from torch import Tensor
 
 from quasidiag.blocks import DiagonalBlock
 from quasidiag.orthogonal import WIDE
-from quasidiag.quadratic import gathered, mean
+from quasidiag.quadratic import mean
+from quasidiag.stacks import Stack, in_order
 
 if TYPE_CHECKING:
     from quasidiag.blocks import State
@@ -57,24 +58,14 @@ def power(longer: float) -> float:
     return 1 - 1 / (2 * longer)
 
 
-def weights(blocks: Sequence[DiagonalBlock], state: State) -> Tensor:
+def weights(blocks: Sequence[DiagonalBlock], stacks: Sequence[Stack], state: State) -> Tensor:
     r""":math:`ρ^2` of each layer; 0 for one that has no weights."""
-    found = [block.strength(state) for block in blocks]
-    known = [x for x in found if x is not None]
-    squares = torch.zeros(len(blocks), dtype=torch.float64)
-    if known:
-        squares[[x is not None for x in found]] = gathered(known)
-    return squares
+    return in_order(blocks, stacks, [stack.strengths(state) for stack in stacks])
 
 
-def strengths(
-    blocks: Sequence[DiagonalBlock],
-    state: State,
-    before: Sequence[float | None],
-    ranks: Any = None,
-) -> list[float]:
-    r""":math:`\ln ρ/\bar ρ` of each layer, which was ``before``; 0 for one that has no weights, or none that count yet."""
-    of = (mean(weights(blocks, state), ranks).log() / 2).tolist()
+def strengths(squares: Tensor, before: Sequence[float | None]) -> list[float]:
+    r""":math:`\ln ρ/\bar ρ` of each layer, from :math:`ρ^2`, which was ``before``; 0 if it has no weights that count yet."""
+    of = (squares.log() / 2).tolist()
     changes = [x - b for x, b in zip(of, before) if b is not None and math.isfinite(x)]
     if changes:
         # The usual layer keeps its place, and none falls far below where it was.
@@ -87,30 +78,32 @@ def strengths(
 
 
 def shares(
-    blocks: Sequence[DiagonalBlock],
+    stacks: Sequence[Stack],
     state: State,
-    steps: Sequence[list[Tensor] | None],
+    steps: Mapping[DiagonalBlock, Sequence[Tensor]],
     ranks: Any = None,
-) -> list[float]:
-    """Which part of each layer's units takes part in its step: all where it has none, or no more of them than inputs.
+) -> dict[DiagonalBlock, float]:
+    """Which part of a layer's units takes part in its step, where it has more of them than inputs.
 
-    Nor is it asked where each unit goes by one, as in a wide layer.
+    It is not asked where each unit goes by one, as in a wide layer.
     """
-    found: dict[int, Tensor] = {}
-    for i, (block, step) in enumerate(zip(blocks, steps)):
-        rows = [] if step is None else block.rows_of(step)
-        if rows and rows[-1].shape[1] + len(rows) - 1 < min(len(rows[-1]), WIDE + 1):
-            found[i] = share(block.root(state).coordinates(rows))
-    if not found:
-        return [1.0] * len(blocks)
-    known = dict(zip(found, mean(gathered([*found.values()]), ranks).tolist()))
-    return [known.get(i, 1.0) for i in range(len(blocks))]
+    asked: dict[Stack, Tensor] = {}
+    for stack in stacks:
+        rows = stack.rows([steps[block] for block in stack.blocks])
+        if rows[-1].shape[-1] + len(rows) - 1 < min(rows[-1].shape[-2], WIDE + 1):
+            asked[stack] = share(stack.root(state).coordinates(rows))
+    if not asked:
+        return {}
+    blocks = [block for stack in asked for block in stack.blocks]
+    found = in_order(blocks, [*asked], [*asked.values()])
+    return dict(zip(blocks, mean(found, ranks).tolist()))
 
 
 def share(rows: Tensor) -> Tensor:
-    """Of the rows, which part is not much shorter than usual."""
-    squares = torch.linalg.vector_norm(rows, dim=1).square()
-    return (squares / (HALF * squares.mean())).nan_to_num(1.0).clamp_max(1.0).mean()
+    """Of the rows, ``[..., units, inputs]``, which part is not much shorter than usual."""
+    squares = torch.linalg.vector_norm(rows, dim=-1).square()
+    usual = squares.mean(-1, keepdim=True)
+    return (squares / (HALF * usual)).nan_to_num(1.0).clamp_max(1.0).mean(-1)
 
 
 def echoes(before: Sequence[float], slopes: Sequence[float], falls: Sequence[float]) -> list[float]:

@@ -458,7 +458,7 @@ def dot(covector: Direction, u: Direction) -> Tensor:
 
 def gathered(numbers: Sequence[Tensor]) -> Tensor:
     """As one, in float64 and on the CPU: a device is waited for once, and not as often as there are layers."""
-    return torch.stack([x.double().to(numbers[0].device) for x in numbers]).cpu()
+    return torch.stack([x.to(numbers[0].device) for x in numbers]).double().cpu()
 
 
 def mean(numbers: Tensor, ranks: Any) -> Tensor:

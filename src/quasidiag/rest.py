@@ -31,16 +31,19 @@ def window(steps: int) -> float:
     return min(max(steps / PART, 1.0), MOST)
 
 
-def displace_(optimizer: Riemannian, p: Tensor, moved: Tensor) -> None:
-    """A step moves a parameter. One of low precision would not find its way back, and has no other place to be."""
+def displace_(optimizer: Riemannian, parameters: Sequence[Tensor], moved: Sequence[Tensor]) -> None:
+    """A step moves parameters. One of low precision would not find its way back, and has no other place to be."""
     assert optimizer.auto is not None
-    state, keep = optimizer.state[p], 1 - 1 / window(optimizer.auto.steps + 1)
-    if not float(optimizer._group[p]["lr"]):
-        return
-    if "apart" in state:
-        state["apart"].add_(moved).mul_(keep)
-    elif optimizer.averaged and keep and p.dtype == moved.dtype:
-        state["apart"], state["ahead"] = moved * keep, True
+    keep = 1 - 1 / window(optimizer.auto.steps + 1)
+    going = [(p, u) for p, u in zip(parameters, moved) if float(optimizer._group[p]["lr"])]
+    apart = [(optimizer.state[p]["apart"], u) for p, u in going if "apart" in optimizer.state[p]]
+    if apart:
+        torch._foreach_add_([e for e, _ in apart], [u for _, u in apart])
+        torch._foreach_mul_([e for e, _ in apart], keep)
+    for p, u in going:
+        state = optimizer.state[p]
+        if "apart" not in state and optimizer.averaged and keep and p.dtype == u.dtype:
+            state["apart"], state["ahead"] = u * keep, True
 
 
 def correct_(optimizer: Riemannian, p: Tensor, moved: Tensor) -> None:

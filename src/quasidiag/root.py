@@ -11,6 +11,7 @@ centred and brought to variance one. They are the same however inputs and activi
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
@@ -20,51 +21,53 @@ from quasidiag.reductions import varies
 
 
 class Root(NamedTuple):
-    """The :math:`A` of each unit of a layer. ``None`` is what a unit does not have: a bias, or a bias row.
+    """The :math:`A` of each unit of a layer, or of several. ``None`` is what a unit does not have: a bias, or a bias row.
 
     What is kept is what every step needs: inverses, 0 for a unit that has never acted and an input that has never varied.
     """
 
-    #: :math:`1/\\sqrt{m_{00}}`, ``[units]``.
+    #: :math:`1/\\sqrt{m_{00}}`, ``[..., units]``.
     bias: Tensor | None
-    #: :math:`μ`, ``[units, inputs]``.
+    #: :math:`μ`, ``[..., units, inputs]``.
     mean: Tensor | None
-    #: :math:`1/σ`, ``[units, inputs]``.
+    #: :math:`1/σ`, ``[..., units, inputs]``.
     scale: Tensor
 
-    def gradient(self, v: list[Tensor]) -> Tensor:
-        r"""The coordinates of a gradient, :math:`A^{-⊤} v`, as ``[units, (1 +) inputs]``, the bias first."""
-        u, ui = self._room(v[-1])
+    def gradient(self, v: Sequence[Tensor]) -> Tensor:
+        r"""The coordinates of a gradient, :math:`A^{-⊤} v`, as ``[..., units, (1 +) inputs]``, the bias first."""
+        if self.bias is None:
+            return v[-1] * self.scale
+        u, u0, ui = self._room(v[-1])
         if self.mean is None:
             torch.mul(v[-1], self.scale, out=ui)
         else:
-            torch.addcmul(v[-1], self.mean, v[0].unsqueeze(1), value=-1, out=ui)
+            torch.addcmul(v[-1], self.mean, v[0].unsqueeze(-1), value=-1, out=ui)
             ui.mul_(self.scale)
-        if self.bias is not None:
-            torch.mul(v[0], self.bias, out=u[:, 0])
+        torch.mul(v[0], self.bias, out=u0)
         return u
 
     def step(self, u: Tensor) -> list[Tensor]:
         r"""The step with the coordinates ``u``, :math:`A^{-1} u`."""
         if self.bias is None:
             return [u * self.scale]
-        w0, wi = u[:, 0] * self.bias, u[:, 1:] * self.scale
+        w0, wi = u[..., 0] * self.bias, u[..., 1:] * self.scale
         return [w0 if self.mean is None else w0 - _rows_dot(self.mean, wi), wi]
 
-    def coordinates(self, w: list[Tensor]) -> Tensor:
+    def coordinates(self, w: Sequence[Tensor]) -> Tensor:
         r"""Those of a step, :math:`A w`: its length in the metric is theirs, :math:`w^⊤ M w = ‖A w‖^2`."""
-        u, ui = self._room(w[-1])
+        if self.bias is None:
+            return w[-1] * _inverse(self.scale)
+        u, u0, ui = self._room(w[-1])
         torch.mul(w[-1], _inverse(self.scale), out=ui)
-        if self.bias is not None:
-            w0 = w[0] if self.mean is None else w[0] + _rows_dot(self.mean, w[-1])
-            torch.mul(w0, _inverse(self.bias), out=u[:, 0])
+        w0 = w[0] if self.mean is None else w[0] + _rows_dot(self.mean, w[-1])
+        torch.mul(w0, _inverse(self.bias), out=u0)
         return u
 
-    def _room(self, rows: Tensor) -> tuple[Tensor, Tensor]:
-        """For coordinates, and the part of them that belongs to the inputs."""
-        first = int(self.bias is not None)
-        u = rows.new_empty(rows.shape[0], first + rows.shape[1])
-        return u, u[:, first:]
+    @staticmethod
+    def _room(rows: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """For coordinates, and the parts of them that belong to the bias and to the inputs."""
+        u = rows.new_empty(*rows.shape[:-1], 1 + rows.shape[-1])
+        return u, u[..., 0], u[..., 1:]
 
 
 def diagonal(m00: Tensor | None, mii: Tensor) -> Root:
@@ -86,4 +89,5 @@ def _inverse(x: Tensor) -> Tensor:
 
 
 def _rows_dot(x: Tensor, y: Tensor) -> Tensor:
-    return torch.bmm(x.unsqueeze(1), y.unsqueeze(2)).flatten()
+    rows = [t.reshape(-1, t.shape[-1]) for t in (x, y)]
+    return torch.bmm(rows[0].unsqueeze(1), rows[1].unsqueeze(2)).view(x.shape[:-1])

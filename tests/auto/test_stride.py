@@ -111,10 +111,10 @@ def test_what_gets_its_first_gradient_late_is_averaged_over_what_there_is() -> N
     state: dict[str, Any] = {}
     first, second = torch.randn(2, 5, dtype=torch.float64)
     new = 1 / auto.MOST
-    torch.testing.assert_close(auto.average_(state, first, new), first)
+    torch.testing.assert_close(auto.averages_([state], [first], new), [first])
     weights = torch.tensor([(1 - new) ** 2 * new, (1 - new) * new + new], dtype=torch.float64)
     expected = (weights / weights.sum()) @ torch.stack([first, second])
-    torch.testing.assert_close(auto.average_(state, second, new), expected)
+    torch.testing.assert_close(auto.averages_([state], [second], new), [expected])
 
 
 def test_the_way_is_the_sum_of_the_steps_and_is_judged_as_a_whole() -> None:

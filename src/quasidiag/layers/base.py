@@ -67,7 +67,7 @@ class Adapter:
 
     def unrows(self, module: nn.Module, rows: Tensor, shape: torch.Size) -> Tensor:
         """Back from ``[units, inputs]`` to the weight's own shape."""
-        return rows.view(shape)
+        return rows.reshape(shape)
 
     def patches(self, module: nn.Module, a: Tensor, g: Tensor) -> tuple[Tensor, Tensor]:
         """Every occurrence of every unit: ``[N, S, G, I]`` and ``[N, S, G, U]``, see the module."""

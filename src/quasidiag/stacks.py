@@ -1,0 +1,137 @@
+r"""Layers of one shape, one upon the other: what a step does to each of them, it does to all at once.
+
+A network of many layers has few shapes. On a device a step is made of calls as much as of numbers, so the numbers of
+layers that are alike go into one tensor, ``[layers, units, inputs]``, and each call is made once.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Iterable, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from quasidiag.blocks import DiagonalBlock, State, UnitwiseBlock
+from quasidiag.root import Root
+from quasidiag.sums import dtype_of
+
+#: Layers of more numbers than these stay alone unless somebody says otherwise: their copies would take longer than calls.
+LARGEST = {"cpu": 2**14, "cuda": 2**22}
+
+
+class KeptRoot(NamedTuple):
+    """The root of a metric, and what it is the root of."""
+
+    root: Root
+    moments: list[Tensor]
+    of: list[Any]
+
+
+class Stack:
+    """Layers of one shape whose units have a root each."""
+
+    def __init__(self, blocks: Sequence[DiagonalBlock]) -> None:
+        self.blocks = blocks
+        self._root: KeptRoot | None = None
+
+    def rows(self, tensors: Sequence[Sequence[Tensor]]) -> list[Tensor]:
+        """Tensors shaped like each layer's parameters, the bias first: ``[layers, units(, inputs)]``."""
+        each = [block.rows_of(layer) for block, layer in zip(self.blocks, tensors)]
+        return [_stacked(parts) for parts in zip(*each)]
+
+    def like(self, rows: Sequence[Tensor]) -> list[list[Tensor]]:
+        """Back from :meth:`rows`, layer by layer."""
+        return [block.like([x[i] for x in rows]) for i, block in enumerate(self.blocks)]
+
+    def root(self, state: State) -> Root:
+        """The coordinates in which the metric is the identity matrix, kept until it changes."""
+        moments = [m for block in self.blocks for m in block.kept(state) if m is not None]
+        updates = [(state[block.home]["updates"], block.safeguard) for block in self.blocks]
+        now = [*updates, *(m._version for m in moments)]
+        kept = self._root
+        same = kept is not None and all(m is n for m, n in zip(moments, kept.moments))
+        if kept is None or not same or kept.of != now:
+            bias, mean, scale = zip(*(block.root(state) for block in self.blocks))
+            root = Root(_stacked(bias), _stacked(mean), _stacked(scale))
+            kept = self._root = KeptRoot(root, moments, now)
+        return kept.root
+
+    def forms(self, state: State, steps: Sequence[Sequence[Sequence[Tensor]]]) -> Tensor:
+        r"""The products of steps in the metric, :math:`w^⊤ M w'`, of each with each: ``[layers, steps, steps]``."""
+        root = self.root(state)
+        u = torch.stack([root.coordinates(self.rows(step)).flatten(1) for step in steps], 1)
+        return u @ u.mT
+
+    def strengths(self, state: State) -> Tensor:
+        r"""How long the weights are in the metric, on the average unit: :math:`\sum_i σ_i^2 w_i^2`; 0 if there are none."""
+        if self.blocks[0].weight is None:
+            return torch.zeros(len(self.blocks), device=self.blocks[0].home.device)
+        scale = self.root(state).scale
+        weights = [[p.detach().to(scale.dtype) for p in block.parameters] for block in self.blocks]
+        rows = self.rows(weights)[-1]
+        return torch.where(scale > 0, rows / scale, 0.0).square().sum(-1).mean(-1)
+
+
+class Alone(Stack):
+    """A layer whose units have whole blocks, and no root."""
+
+    blocks: Sequence[UnitwiseBlock]
+
+    def forms(self, state: State, steps: Sequence[Sequence[Sequence[Tensor]]]) -> Tensor:
+        return self.blocks[0].forms(state, [step[0] for step in steps]).unsqueeze(0)
+
+    def strengths(self, state: State) -> Tensor:
+        return self.blocks[0].strength(state).unsqueeze(0)
+
+
+class Stacks:
+    """All layers of an optimizer, those that are alike together as ``foreach`` says; roots are kept from step to step."""
+
+    def __init__(self, foreach: bool | None = None) -> None:
+        self.foreach = foreach
+        self._kept: dict[tuple[DiagonalBlock, ...], Stack] = {}
+        self._used: set[tuple[DiagonalBlock, ...]] = set()
+
+    def of(self, blocks: Iterable[DiagonalBlock], state: State) -> list[Stack]:
+        """These layers, each in one stack."""
+        alike: dict[Hashable, list[DiagonalBlock]] = {}
+        for block in blocks:
+            alike.setdefault(self._kind(block, state), []).append(block)
+        found = [tuple(group) for group in alike.values()]
+        self._used |= {*found}
+        for group in found:
+            if group not in self._kept:
+                kind = Alone if isinstance(group[0], UnitwiseBlock) else Stack
+                self._kept[group] = kind(group)
+        return [self._kept[group] for group in found]
+
+    def sweep(self) -> None:
+        """Let go of what this step had no use for: other layers move by now."""
+        if self._used:
+            self._kept = {group: self._kept[group] for group in self._used}
+            self._used = set()
+
+    def _kind(self, block: DiagonalBlock, state: State) -> Hashable:
+        """Layers of equal kind are alike."""
+        home, alone = block.home, isinstance(block, UnitwiseBlock) or self.foreach is False
+        largest = LARGEST.get(home.device.type, 0)
+        if alone or (self.foreach is None and home.numel() > largest):
+            return block
+        return block.shape, dtype_of(block, state), home.device
+
+
+def in_order(
+    blocks: Sequence[DiagonalBlock], stacks: Sequence[Stack], numbers: Sequence[Tensor]
+) -> Tensor:
+    """What was found for each layer of each stack, for these layers in turn; in float64 and on the CPU, at one go."""
+    found = torch.cat([x.to(numbers[0].device) for x in numbers]).double().cpu()
+    of = {block: i for i, block in enumerate(block for stack in stacks for block in stack.blocks)}
+    return found[[of[block] for block in blocks]]
+
+
+def _stacked(tensors: Sequence[Any]) -> Any:
+    """Without a copy where there is but one; ``None`` of what no layer has."""
+    if tensors[0] is None:
+        return None
+    return tensors[0].unsqueeze(0) if len(tensors) == 1 else torch.stack([*tensors])
