@@ -18,7 +18,6 @@ class Defaults(NamedTuple):
     eps: float
     metric_start: str | int
     metric_every: int
-    step_fraction: float
     step_every: int
     safeguard: tuple[float, float, float] | None
 
@@ -41,7 +40,6 @@ DEFAULTS = {
         eps=1e-8,
         metric_start="first",
         metric_every=1,
-        step_fraction=1.0,
         step_every=1,
         safeguard=None,
     ),
@@ -54,7 +52,6 @@ DEFAULTS = {
         eps=0.0,
         metric_start=1_000_000,
         metric_every=8,
-        step_fraction=0.5,
         step_every=4,
         safeguard=SAFEGUARD,
     ),

@@ -70,8 +70,8 @@ class Riemannian(Saved):
             ``"expand"`` each position as one more occurrence, ``"exact"`` the gradient of the whole sample,
             ``"reduce"`` one position with the average activity.
         metric_fraction: the share of each minibatch that enters the metric.
-        step_fraction: the share of each minibatch on which ``step="auto"`` measures its quadratic model, by default a
-            half; 128 samples at least.
+        step_fraction: the share of each minibatch on which ``step="auto"`` measures its quadratic model, 128 terms of
+            its loss at least; by default a half, and of no more than 2,048 terms.
         step_every: it does so every so many steps, by default every fourth.
         orthogonal: whether ``step="auto"`` gives all directions of a layer's gradient the same strength
             (:mod:`quasidiag.orthogonal`), as it does by default; else it follows the Riemannian gradient itself. In
@@ -146,7 +146,6 @@ class Riemannian(Saved):
             eps=eps,
             metric_start=metric_start,
             metric_every=metric_every,
-            step_fraction=step_fraction,
             step_every=step_every,
         )
         validate.options(
@@ -156,6 +155,7 @@ class Riemannian(Saved):
             nonfinite=nonfinite,
             samples=samples,
             metric_fraction=metric_fraction,
+            step_fraction=step_fraction,
             **chosen._asdict(),
         )
         validate.flags(foreach=foreach, orthogonal=orthogonal, averaged=averaged)
@@ -173,7 +173,7 @@ class Riemannian(Saved):
         self.metric, self.orthogonal = chosen.metric, chosen.orthogonal
         self.averaged = chosen.averaged
         self.metric_start, self.metric_every = chosen.metric_start, chosen.metric_every
-        self.step_fraction, self.step_every = chosen.step_fraction, chosen.step_every
+        self.step_fraction, self.step_every = step_fraction, chosen.step_every
         self.model, self.criterion, self.reduction = model, criterion, reduction
         self.nonfinite, self.capturable = nonfinite, capturable
         self.samples, self.metric_fraction, self.seed = samples, metric_fraction, seed

@@ -24,8 +24,11 @@ from quasidiag.replay import Batch, Direction, Replay
 
 #: How much of the average of the quadratic forms survives a measurement, which is that of a share of the minibatch.
 FORMS = 0.5
-#: That share holds so many samples at least, if there are as many.
-FEWEST = 128
+#: That share is so large unless somebody says otherwise, and has no more terms than these; in any case as many as these
+#: if there are as many.
+SHARE, MOST, FEWEST = 0.5, 2048, 128
+#: So many terms are enough to judge by, where there are twice as many.
+JUDGES = 4096
 #: What the steps did to the loss is summed up over about this many of them. While the sum is a rise the damping grows
 #: by a factor a step, else it falls by one.
 STEPS, RISE, DECAY = 50, 1.2, 0.95
@@ -229,11 +232,11 @@ class QuadraticModel:
 
     Args:
         replay: runs the model again on a share of the minibatch.
-        share: that share.
+        share: that share, if it is given.
         report: where to write what was found, and to read it from at the next step.
     """
 
-    def __init__(self, replay: Replay, share: float, report: Report) -> None:
+    def __init__(self, replay: Replay, share: float | None, report: Report) -> None:
         self.replay, self.share, self.report = replay, share, report
 
     def coefficients(
@@ -359,7 +362,8 @@ class QuadraticModel:
         r""":math:`‹Ju, F_\text{out} Jv›` on a share of a minibatch."""
         criterion: OutputModel = self.replay.criterion
         terms = self.replay.terms(batch)
-        share = max(self.share, min(1.0, FEWEST / max(1, terms)))
+        share = min(SHARE, MOST / max(1, terms)) if self.share is None else self.share
+        share = max(share, min(1.0, FEWEST / max(1, terms)))
         if share < 1 and 2 * self.replay.terms(batch, share) < share * terms:
             share = 1.0  # what counts lies elsewhere
         output, target, moved = self.replay.tangents(batch, directions, share)
@@ -396,7 +400,10 @@ class QuadraticModel:
         if not promise > 0:
             return False
         start = {p: before_way(p, u) for p, u in update.items()}
-        pairs = [torch.stack(self.replay.values(b, start)) * w for w, b in self.replay.weighted()]
+        pairs = [
+            torch.stack(self.replay.values(b, start, self._jury(b))) * w
+            for w, b in self.replay.weighted()
+        ]
         now, before = mean(torch.stack(pairs).sum(0).cpu(), ranks)
         if not before.isfinite():
             return False  # the data are to blame
@@ -418,6 +425,11 @@ class QuadraticModel:
         change = RISE if report.trend > 0 else DECAY
         self._damp(report.damping * change**report.stride, report.damping / 2)
         return False
+
+    def _jury(self, batch: Batch) -> float:
+        """The share of a minibatch that judges."""
+        terms = self.replay.terms(batch)
+        return JUDGES / terms if terms >= 2 * JUDGES else 1.0
 
     def _damp(self, damping: float, most: float) -> None:
         """Within the bounds, or up to ``most`` where that is more: beyond them it halves with every good judgement."""

@@ -231,7 +231,7 @@ class Replay:
             except (RuntimeError, *UNFIT) as error:  # NotImplementedError is a RuntimeError
                 if isinstance(error, torch.cuda.OutOfMemoryError):
                     raise
-                if part is not None and not self._runs(batch, part):
+                if part is not None and self._tried(batch, part) is None:
                     self.divisible, part = False, None
                 elif self.mode == "differences":
                     raise
@@ -258,12 +258,12 @@ class Replay:
             self.divisible = self._independent(batch, part)
         return part if self.divisible else None
 
-    def _runs(self, batch: Batch, part: Part) -> bool:
+    def _tried(self, batch: Batch, part: Part) -> Tensor | None:
+        """The output of a part as the model is, or ``None`` if it will not run on it."""
         try:
-            self._run(batch, {}, part)
+            return self._run(batch, {}, part)
         except (RuntimeError, *UNFIT):
-            return False
-        return True
+            return None
 
     def _independent(self, batch: Batch, part: Part) -> bool:
         """Whether a part of the samples gives that part of the outputs, but for what happens in training mode only.
@@ -294,19 +294,27 @@ class Replay:
             output, target = part.rows(output), part.rows(target)
         return int(self.criterion.terms(output, target))
 
-    def values(self, batch: Batch, start: Direction) -> tuple[Tensor, Tensor]:
-        """The loss of a minibatch as it was, and with the parameters ``start`` in the place of the model's.
+    def values(self, batch: Batch, start: Direction, share: float = 1.0) -> tuple[Tensor, Tensor]:
+        """The loss of a share of a minibatch as it was, and with the parameters ``start`` in the place of the model's.
 
-        In float64 from the outputs on: a loss has constants, which in float32 would hide what a small step does.
+        In float64 from the outputs on: a loss has constants, which in float32 would hide what a small step does. Of a
+        part neither loss is known, and both are found alike: masks and statistics are its own.
         """
         assert batch.reading is not None
-        now = batch.reading.of(batch.call.outputs)
-        return self._loss(batch, now, {}), self._loss(batch, self._run(batch, start), start)
+        part, target = self._part(batch, share), batch.target
+        now = None if part is None else self._tried(batch, part)
+        if part is not None and now is not None:
+            target = part.rows(target)
+        else:
+            self.divisible = self.divisible and part is None
+            now, part = batch.reading.of(batch.call.outputs), None
+        before = self._run(batch, start, part)
+        return self._loss(now, target, {}), self._loss(before, target, start)
 
-    def _loss(self, batch: Batch, output: Tensor, parameters: Direction) -> Tensor:
+    def _loss(self, output: Tensor, target: Tensor, parameters: Direction) -> Tensor:
         named = self.criterion.named_parameters()
         own = {name: parameters.get(p, p).detach().double() for name, p in named}
-        target = batch.target.double() if batch.target.is_floating_point() else batch.target
+        target = target.double() if target.is_floating_point() else target
         with torch.no_grad():
             return functional_call(self.criterion, own, (output.detach().double(), target))
 

@@ -91,26 +91,29 @@ class Stacks:
     def __init__(self, foreach: bool | None = None) -> None:
         self.foreach = foreach
         self._kept: dict[tuple[DiagonalBlock, ...], Stack] = {}
-        self._used: set[tuple[DiagonalBlock, ...]] = set()
+        self._asked: dict[tuple[DiagonalBlock, ...], list[Stack]] = {}
 
     def of(self, blocks: Iterable[DiagonalBlock], state: State) -> list[Stack]:
         """These layers, each in one stack."""
-        alike: dict[Hashable, list[DiagonalBlock]] = {}
-        for block in blocks:
-            alike.setdefault(self._kind(block, state), []).append(block)
-        found = [tuple(group) for group in alike.values()]
-        self._used |= {*found}
-        for group in found:
-            if group not in self._kept:
-                kind = Alone if isinstance(group[0], UnitwiseBlock) else Stack
-                self._kept[group] = kind(group)
-        return [self._kept[group] for group in found]
+        asked = tuple(blocks)
+        if asked not in self._asked:
+            alike: dict[Hashable, list[DiagonalBlock]] = {}
+            for block in asked:
+                alike.setdefault(self._kind(block, state), []).append(block)
+            self._asked[asked] = [self._stack(tuple(group)) for group in alike.values()]
+        return self._asked[asked]
+
+    def _stack(self, blocks: tuple[DiagonalBlock, ...]) -> Stack:
+        if blocks not in self._kept:
+            kind = Alone if isinstance(blocks[0], UnitwiseBlock) else Stack
+            self._kept[blocks] = kind(blocks)
+        return self._kept[blocks]
 
     def sweep(self) -> None:
-        """Let go of what this step had no use for: other layers move by now."""
-        if self._used:
-            self._kept = {group: self._kept[group] for group in self._used}
-            self._used = set()
+        """After a step: let go of what it had no use for. Other layers move by now."""
+        if self._asked:
+            used = [stack for found in self._asked.values() for stack in found]
+            self._kept, self._asked = {tuple(stack.blocks): stack for stack in used}, {}
 
     def _kind(self, block: DiagonalBlock, state: State) -> Hashable:
         """Layers of equal kind are alike."""

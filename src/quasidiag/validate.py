@@ -69,7 +69,8 @@ def options(**given: Any) -> None:
     else:
         whole("metric_start", given["metric_start"])
     fraction("metric_fraction", given["metric_fraction"])
-    fraction("step_fraction", given["step_fraction"])
+    if given["step_fraction"] is not None:
+        fraction("step_fraction", given["step_fraction"])
     if given["metric"] == "backpropagated" and given["sharing"] != "expand":
         raise ValueError(
             "the backpropagated metric has no derivatives to sum: it needs sharing='expand'"

@@ -12,6 +12,8 @@ from torch.nn.utils.rnn import pack_padded_sequence, pad_packed_sequence
 
 import quasidiag as qd
 from nets import batch, mlp
+from quasidiag.quadratic import JUDGES, MOST
+from quasidiag.replay import Replay
 
 F64 = torch.float64
 
@@ -170,3 +172,94 @@ def test_targets_that_count_may_lie_anywhere(ends: str) -> None:
     quadratic.share = 1.0
     whole = quadratic._form(kept, directions(model))
     torch.testing.assert_close(form.diagonal(), whole.diagonal(), rtol=0.3, atol=0.0)
+
+
+# ------------------------------------------------ Of many terms, no more than are needed
+
+
+def shares(terms: int, share: float | None) -> list[float]:
+    """On which share of so many terms the model is measured, and on which steps are judged."""
+    quadratic, replay, kept = entry(
+        mlp(4, 3), torch.zeros(terms, dtype=torch.long), torch.randn(terms, 4, dtype=F64)
+    )
+    quadratic.share, asked = share, []
+
+    def tangents(*given: Any) -> Any:
+        asked.append(given[-1])
+        return Replay.tangents(replay, *given)
+
+    replay.tangents = tangents
+    quadratic._form(kept, directions(replay.model))
+    return [*asked, quadratic._jury(kept)]
+
+
+@pytest.mark.parametrize(
+    ("terms", "share", "expected"),
+    [
+        (100, None, [1.0, 1.0]),
+        (200, None, [128 / 200, 1.0]),
+        (500, None, [0.5, 1.0]),
+        (MOST * 2, None, [0.5, 1.0]),
+        (MOST * 3, None, [1 / 3, 1.0]),
+        (JUDGES * 2, None, [MOST / JUDGES / 2, 0.5]),
+        (JUDGES * 2, 0.5, [0.5, 0.5]),
+        (JUDGES * 2, 1e-3, [128 / JUDGES / 2, 0.5]),
+    ],
+)
+def test_how_much_of_a_minibatch_is_run_again(
+    terms: int, share: float | None, expected: list[float]
+) -> None:
+    assert shares(terms, share) == pytest.approx(expected)
+
+
+def test_a_part_of_the_minibatch_judges_by_its_own_loss() -> None:
+    """Before and after with the same masks, statistics and samples."""
+    layers = mlp(4, 6), nn.BatchNorm1d(6), nn.Dropout(0.5), nn.Tanh(), mlp(6, 3)
+    model = nn.Sequential(*layers).double()
+    x, t = batch("categorical", 512, 4, 3)
+    _, replay, kept = entry(model, t, x)
+    assert torch.equal(*replay.values(kept, {}, 0.25)) and replay.divisible
+    plain = mlp(4, 6, 3)
+    _, replay, kept = entry(plain, t, x)
+    start = {p: p.detach() + 0.1 for p in plain.parameters()}
+    found = replay.values(kept, start, 0.25)
+    elsewhere = copy.deepcopy(plain)
+    with torch.no_grad():
+        for p in elsewhere.parameters():
+            p.add_(0.1)
+        expected = [qd.Categorical()(m(x[::4]), t[::4]) for m in (plain, elsewhere)]
+    torch.testing.assert_close([*found], expected)
+
+
+def test_a_part_that_does_not_run_leaves_it_to_the_whole() -> None:
+    """Sequences without the longest one are shorter."""
+    model = Packed()
+    x, lengths = torch.randn(32, 20, 4, dtype=F64), torch.full((32,), 12)
+    lengths[0] = 20
+    t = torch.randint(3, (32, 20))
+    _, replay, kept = entry(model, t, x, lengths)
+    replay.values(kept, {}, 0.5)
+    assert replay.divisible
+    lengths = lengths.roll(-1)
+    _, replay, kept = entry(model, t, x, lengths)
+    replay.divisible = True
+    now, again = replay.values(kept, {}, 0.5)
+    assert replay.divisible is False
+    torch.testing.assert_close(now, again)
+    torch.testing.assert_close(now, qd.Categorical()(model(x, lengths), t).detach())
+
+
+def test_large_minibatches_are_trained_on_as_ever() -> None:
+    model, loss = mlp(4, 8, 3), qd.Categorical()
+    optimizer = qd.Riemannian(model, loss)
+    x, _ = batch("categorical", 3 * JUDGES, 4, 3)
+    t = (x[:, 0] > 0).long() + (x[:, 1] > 0).long()
+    values = []
+    for _ in range(30):
+        optimizer.zero_grad()
+        value = loss(model(x), t)
+        value.backward()
+        optimizer.step()
+        values.append(float(value.detach()))
+    assert optimizer.auto is not None and optimizer.auto.retreats == 0
+    assert values[-1] < 0.3 * values[0]
