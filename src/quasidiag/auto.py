@@ -20,7 +20,7 @@ a part of their natural step: such a deviation is then an average of the errors 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -29,6 +29,7 @@ from torch import Tensor
 
 from quasidiag import orthogonal, rest, together
 from quasidiag.blocks import DiagonalBlock, UnitwiseBlock
+from quasidiag.moments import cast
 from quasidiag.proportions import echoes, further, power, proportions, shares, strengths, weights
 from quasidiag.quadratic import WHOLE, QuadraticModel, Report, before_way, dot, dots, gathered, mean
 from quasidiag.replay import Direction
@@ -91,10 +92,9 @@ def turn(optimizer: Riemannian, model: QuadraticModel, usable: bool) -> Turn:
 
 def _alike(optimizer: Riemannian, report: Report) -> bool:
     """Whether this step moves the same parameters as the last one measured, in the same proportions."""
-    moving = {p for p in optimizer._group if p.grad is not None}
-    parts = _parts(optimizer)
+    parts, state = _parts(optimizer), optimizer.state
     close = len(parts) == len(report.parts) and all(map(math.isclose, parts, report.parts))
-    return close and moving == _way(optimizer).keys()
+    return close and all(("update" in state[p]) == (p.grad is not None) for p in optimizer._group)
 
 
 def _parts(optimizer: Riemannian) -> list[float]:
@@ -113,9 +113,9 @@ def retreat_(optimizer: Riemannian, model: QuadraticModel) -> bool:
     update, report = _way(optimizer), model.report
     if not update or not model.judge(update, _ranks(optimizer)):
         return False
-    for p, u in update.items():
+    for p, before in before_way(update).items():
         if p.requires_grad:  # or it was frozen where it is
-            p.copy_(before_way(p, u))
+            p.copy_(before)
             rest.forget_(optimizer.state[p])  # an average of bad places is no better
         del optimizer.state[p]["update"]
     report.length, report.stride, report.steady = 0.0, 0, False
@@ -142,7 +142,7 @@ def averages_(
             state["average"], state["seen"] = torch.zeros_like(g), 0.0
         state["seen"] = (1 - new) * state.get("seen", 1.0) + new  # older states have none
     averages = [state["average"] for state in states]
-    gradients = [g.to(average.dtype) for g, average in zip(gradients, averages)]
+    gradients = [cast(g, average.dtype) for g, average in zip(gradients, averages)]
     torch._foreach_lerp_(averages, gradients, new)
     found = torch._foreach_lerp(averages, gradients, new)
     wholes = [(1 - new) * state["seen"] + new for state in states]
@@ -156,30 +156,26 @@ def propose(optimizer: Riemannian, gradient: Direction, measures: bool) -> dict[
     """The direction *d*, from the averaged gradient. Layers go as far as they did when this was last measured."""
     assert optimizer.auto is not None
     new, state = 1 / reach(optimizer.auto.steps), optimizer.state
-    moving: list[Tensor] = [
-        p for block in optimizer._blocks for p in block.parameters if p in gradient
-    ]
-    averages = averages_([state[p] for p in moving], [gradient[p] for p in moving], new)
-    averaged = dict(zip(moving, averages))
-    found: dict[Tensor, Tensor] = {}
+    moving = {block: [p for p in block.parameters if p in gradient] for block in optimizer._blocks}
+    parameters: list[Tensor] = [p for some in moving.values() for p in some]
+    averages = averages_([state[p] for p in parameters], [gradient[p] for p in parameters], new)
+    averaged = dict(zip(parameters, averages))
+    steps: dict[DiagonalBlock, list[Tensor]] = {}
     rooted: dict[DiagonalBlock, list[Tensor]] = {}
-    for block in optimizer._blocks:
-        if optimizer._known(block) and any(p in gradient for p in block.parameters):
-            dtype = dtype_of(block, state)
+    for block, some in moving.items():
+        if some and optimizer._known(block):
+            dtype, whole = dtype_of(block, state), len(some) == len(block.parameters)
             given = [_along(averaged, p, dtype) for p in block.parameters]
-            whole = all(p in gradient for p in block.parameters)
             if optimizer.orthogonal and whole and not isinstance(block, UnitwiseBlock):
                 rooted[block] = given
             else:
                 d = _solved(optimizer, block, given, whole)
-                found |= {p: w for p, w in zip(block.parameters, d) if p in gradient}
+                steps[block] = [w for p, w in zip(block.parameters, d) if p in gradient]
     stacks = optimizer._stacks.of(rooted, state)
-    solved = orthogonal.steps(stacks, state, rooted, optimizer.foreach is not False)
-    for block, d in solved.items():
-        found |= zip(block.parameters, d)
-    if found and _proportioned(optimizer):
-        _proportion_(optimizer, found, measures)
-    return found
+    steps |= orthogonal.steps(stacks, state, rooted, optimizer.foreach is not False)
+    if steps and _proportioned(optimizer):
+        _proportion_(optimizer, steps, measures)
+    return {p: w for block, d in steps.items() for p, w in zip(moving[block], d)}
 
 
 def _proportioned(optimizer: Riemannian) -> bool:
@@ -187,13 +183,13 @@ def _proportioned(optimizer: Riemannian) -> bool:
     return optimizer.orthogonal and optimizer.reduction != "unitwise"
 
 
-def _proportion_(optimizer: Riemannian, found: dict[Tensor, Tensor], measures: bool) -> None:
+def _proportion_(
+    optimizer: Riemannian, found: Mapping[DiagonalBlock, Sequence[Tensor]], measures: bool
+) -> None:
     """Let each layer's direction be as long as its weights and its units count (:mod:`quasidiag.proportions`)."""
     assert optimizer.auto is not None
     report = optimizer.auto
-    moving = {
-        i: b for i, b in enumerate(optimizer._blocks) if any(p in found for p in b.parameters)
-    }
+    moving = {i: block for i, block in enumerate(optimizer._blocks) if block in found}
     blocks = [*moving.values()]
     if measures or len(report.proportions) != len(blocks):
         every, ranks, state = len(optimizer._blocks), _ranks(optimizer), optimizer.state
@@ -203,21 +199,13 @@ def _proportion_(optimizer: Riemannian, found: dict[Tensor, Tensor], measures: b
         now = dict(zip(moving, fresh))
         report.strengths = [now.get(i, before) for i, before in enumerate(kept)]
         more = [report.further[i] if len(report.further) == every else 0.0 for i in moving]
-        steps = {block: d for block in blocks if (d := _all_of(block, found)) is not None}
-        taking_part = shares(optimizer._stacks.of(steps, state), state, steps, ranks)
+        whole = [b for b in blocks if b.mixes and len(found[b]) == len(b.parameters)]
+        taking_part = shares(optimizer._stacks.of(whole, state), state, found, ranks)
         p = power(reach(report.steps) / FEWEST)
         part = [taking_part.get(block, 1.0) for block in blocks]
         report.proportions = proportions(fresh, part, p, more)
-    of: dict[Tensor, float] = {
-        p: x for block, x in zip(blocks, report.proportions) for p in block.parameters
-    }
-    torch._foreach_mul_([*found.values()], [of[p] for p in found])
-
-
-def _all_of(block: DiagonalBlock, found: Direction) -> list[Tensor] | None:
-    """The direction of a layer that is a matrix, if all of it has one."""
-    whole = block.mixes and all(p in found for p in block.parameters)
-    return [found[p] for p in block.parameters] if whole else None
+    of = [(w, x) for block, x in zip(blocks, report.proportions) for w in found[block]]
+    torch._foreach_mul_([w for w, _ in of], [x for _, x in of])
 
 
 def own(optimizer: Riemannian, gradient: Direction) -> dict[Tensor, Tensor]:
@@ -266,7 +254,8 @@ def _moving(optimizer: Riemannian, directions: Sequence[Direction]) -> list[Diag
 
 
 def _along(u: Direction, p: Tensor, dtype: torch.dtype) -> Tensor:
-    return u[p].to(dtype) if p in u else torch.zeros_like(p, dtype=dtype)
+    found = u.get(p)
+    return torch.zeros_like(p, dtype=dtype) if found is None else cast(found, dtype)
 
 
 def _diagonal(optimizer: Riemannian) -> dict[Tensor, Tensor]:
@@ -290,13 +279,7 @@ def descend_(optimizer: Riemannian, model: QuadraticModel, measures: bool) -> No
     named = {"new": propose(optimizer, gradient, measures), "other": other}
     named = {name: u for name, u in named.items() if u}
     known = own(optimizer, gradient)
-    # The parameters of a group with a smaller factor move that much less: within a direction, and all of it.
-    part_of = {p: part for g, part in zip(optimizer.param_groups, parts) for p in g["params"]}
-    largest = {name: max(part_of[p] for p in u) for name, u in named.items()}
-    for name, u in {**named, "own": known}.items():
-        for p in u:
-            part = part_of[p] / (largest.get(name, 1.0) or 1.0)
-            u[p] = u[p] if part == 1 else u[p] * part
+    largest = _divide_(optimizer, named, known, parts)
     if measures:
         for p in _way(optimizer):
             del optimizer.state[p]["update"]
@@ -323,6 +306,24 @@ def descend_(optimizer: Riemannian, model: QuadraticModel, measures: bool) -> No
     report.factor = factor
     report.steps += 1
     report.stride += 1
+
+
+def _divide_(
+    optimizer: Riemannian,
+    named: dict[str, dict[Tensor, Tensor]],
+    known: dict[Tensor, Tensor],
+    parts: list[float],
+) -> dict[str, float]:
+    """The parameters of a group with a smaller factor move that much less: within a direction, and all of it, by so much."""
+    if all(part == 1 for part in parts):
+        return dict.fromkeys(named, 1.0)
+    part_of = {p: part for g, part in zip(optimizer.param_groups, parts) for p in g["params"]}
+    largest = {name: max(part_of[p] for p in u) for name, u in named.items()}
+    for name, u in {**named, "own": known}.items():
+        for p in u:
+            part = part_of[p] / (largest.get(name, 1.0) or 1.0)
+            u[p] = u[p] if part == 1 else u[p] * part
+    return largest
 
 
 def project_(optimizer: Riemannian) -> None:
@@ -387,7 +388,7 @@ def _listen(optimizer: Riemannian, report: Report, gradient: Direction) -> None:
 def _moved_(parameters: Sequence[Tensor], ws: Sequence[Tensor]) -> list[Tensor]:
     """Move parameters, and by how much they did: those of low precision round."""
     befores = {p: p.detach().to(w.dtype) for p, w in zip(parameters, ws) if p.dtype != w.dtype}
-    torch._foreach_add_([*parameters], [w.to(p.dtype) for p, w in zip(parameters, ws)])
+    torch._foreach_add_([*parameters], [cast(w, p.dtype) for p, w in zip(parameters, ws)])
     return [
         p.detach().to(w.dtype) - befores[p] if p in befores else w for p, w in zip(parameters, ws)
     ]
@@ -395,14 +396,16 @@ def _moved_(parameters: Sequence[Tensor], ws: Sequence[Tensor]) -> list[Tensor]:
 
 def _follow_(optimizer: Riemannian, parameters: Sequence[Tensor], moved: Sequence[Tensor]) -> None:
     """What a move is added to: the way since the last measurement, and the place at rest."""
-    rest.displace_(optimizer, parameters, moved)
     states = [optimizer.state[p] for p in parameters]
-    known = [i for i, state in enumerate(states) if "update" in state]
+    rest.displace_(optimizer, parameters, states, moved)
+    known = [(state["update"], u) for state, u in zip(states, moved) if "update" in state]
     if known:
-        torch._foreach_add_([states[i]["update"] for i in known], [moved[i] for i in known])
-    for state, u in zip(states, moved):
-        if "update" not in state:
-            state["update"] = u if u._base is None else u.clone()  # not a part of a stack
+        torch._foreach_add_([way for way, _ in known], [u for _, u in known])
+    fresh = [(state, u) for state, u in zip(states, moved) if "update" not in state]
+    parts = [u for _, u in fresh if u._base is not None]  # of a stack, which they would keep alive
+    copies = iter(torch._foreach_mul(parts, 1.0) if parts else ())
+    for state, u in fresh:
+        state["update"] = u if u._base is None else next(copies)
 
 
 def _measure(

@@ -172,9 +172,11 @@ class DiagonalBlock:
         """Whether the units see the same inputs, so that a gradient of theirs is one matrix."""
         return self.weight is not None and self.adapter.mixes(self.module)
 
-    def root(self, state: State) -> roots.Root:
-        r"""The coordinates in which the metric is the identity matrix (:mod:`quasidiag.root`)."""
-        *m00, mii = self.rows_of(self._bounded(state))
+    @classmethod
+    def root(cls, blocks: Sequence[Any], state: State) -> roots.Root:
+        """The coordinates in which the metrics of layers of one shape are the identity matrix (:mod:`quasidiag.root`)."""
+        each = [block.rows_of(block._bounded(state)) for block in blocks]
+        *m00, mii = map(stacked, zip(*each))
         return roots.diagonal(m00[0] if m00 else None, mii)
 
     @cached_property
@@ -267,8 +269,15 @@ class QuasiDiagonalBlock(DiagonalBlock):
         w0, wi = reductions.quasi_diagonal(m00, m0i, mii, v0, vi, eps=eps, floor=floor, shift=shift)
         return [w0.view_as(self.bias), self.adapter.unrows(self.module, wi, self.weight.shape)]
 
-    def root(self, state: State) -> roots.Root:
-        return roots.quasi_diagonal(*self._moment_rows(state), state[self.weight].get("shift"))
+    @classmethod
+    def root(cls, blocks: Sequence[Any], state: State) -> roots.Root:
+        m00, m0i, mii = map(stacked, zip(*(block._kept_rows(state) for block in blocks)))
+        if blocks[0].safeguard is not None:
+            m00, mii = reductions.safeguarded(m00, m0i, mii, *blocks[0].safeguard)
+        shift = None
+        if blocks[0].adapter.shiftable:
+            shift = stacked([state[block.weight]["shift"] for block in blocks]).unsqueeze(1)
+        return roots.quasi_diagonal(m00, m0i, mii, shift)
 
     @cached_property
     def kind(self) -> Hashable | None:
@@ -320,12 +329,18 @@ class QuasiDiagonalBlock(DiagonalBlock):
         """Whether weights are ``[units, inputs]`` as they are."""
         return type(self.adapter) is LinearAdapter and self.weight.dim() == 2
 
-    def _moment_rows(self, state: State) -> tuple[Tensor, Tensor, Tensor]:
+    def _kept_rows(self, state: State) -> tuple[Tensor, Tensor, Tensor]:
+        """The moments as they are stored, those of the weight as ``[units, inputs]``."""
         m00, m0i, mii = self.kept(state)
         assert m00 is not None and m0i is not None and mii is not None
-        if not self._plain:
-            m00, m0i = m00.reshape(-1), self.adapter.rows(self.module, m0i)
-            mii = self.adapter.rows(self.module, mii)
+        if self._plain:
+            return m00, m0i, mii
+        rows = self.adapter.rows
+        return m00.reshape(-1), rows(self.module, m0i), rows(self.module, mii)
+
+    def _moment_rows(self, state: State) -> tuple[Tensor, Tensor, Tensor]:
+        """The same as the solve takes them."""
+        m00, m0i, mii = self._kept_rows(state)
         if self.safeguard is not None:
             m00, mii = reductions.safeguarded(m00, m0i, mii, *self.safeguard)
         return m00, m0i, mii
@@ -408,6 +423,11 @@ class UnitwiseBlock(DiagonalBlock):
 
     def _unrows(self, rows: Tensor) -> Tensor:
         return self.adapter.unrows(self.module, rows.contiguous(), self.weight.shape)
+
+
+def stacked(tensors: Sequence[Tensor]) -> Tensor:
+    """One upon the other; without a copy where there is but one."""
+    return tensors[0].unsqueeze(0) if len(tensors) == 1 else torch.stack([*tensors])
 
 
 def _adapter(module: nn.Module) -> Adapter:

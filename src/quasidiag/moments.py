@@ -53,6 +53,11 @@ def square(delta: Tensor, dtype: torch.dtype) -> Tensor:
     return torch.where(w < smallest(dtype), 0.0, w)
 
 
+def cast(x: Tensor, dtype: torch.dtype) -> Tensor:
+    """``x.to(dtype)``, without the call where there is nothing to do: of small layers a step is made of calls."""
+    return x if x.dtype is dtype else x.to(dtype)
+
+
 def smallest(dtype: torch.dtype) -> float:
     """Below this a moment counts as zero: far enough above the denormals that products with it stay out of them."""
     return torch.finfo(dtype).tiny * 2.0**24

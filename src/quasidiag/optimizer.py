@@ -13,7 +13,7 @@ from quasidiag import auto, distributed, placeholder, rest, together, validate
 from quasidiag.blocks import DiagonalBlock, Update
 from quasidiag.collect import Collector, LossScale
 from quasidiag.defaults import DEFAULTS, everything
-from quasidiag.moments import Moments
+from quasidiag.moments import Moments, cast
 from quasidiag.outputs import OutputModel
 from quasidiag.probe import Hook
 from quasidiag.quadratic import QuadraticModel, Report
@@ -475,7 +475,7 @@ class Riemannian(Saved):
         dtype = torch.promote_types(parameter.dtype, torch.float32)
         if parameter.grad is None:
             return torch.zeros_like(parameter, dtype=dtype)
-        gradient = parameter.grad.to(dtype)
+        gradient = cast(parameter.grad, dtype)
         if self.criterion is None and self.loss_reduction == "sum":
             gradient = gradient / self._collector.total
         return -gradient if self._group[parameter]["maximize"] else gradient

@@ -206,13 +206,14 @@ def steps(
     Those that are no matrix take :math:`A^{-1} u`, for gradients with the coordinates :math:`u`, of the same length.
     """
     found: dict[DiagonalBlock, list[Tensor]] = {}
-    us = [s.root(state).gradient(s.rows([gradients[b] for b in s.blocks])) for s in stacks]
+    roots = [stack.root(state) for stack in stacks]
+    us = [r.gradient(s.rows([gradients[b] for b in s.blocks])) for r, s in zip(roots, stacks)]
     matrices = [i for i, stack in enumerate(stacks) if stack.blocks[0].mixes]
     given = [us[i] for i in matrices]
     equal = dict(zip(matrices, factors(given) if batch else map(factor, given)))
-    for i, (stack, u) in enumerate(zip(stacks, us)):
+    for i, (stack, root, u) in enumerate(zip(stacks, roots, us)):
         u = equal[i] if i in equal else _of_length(u, len(stack.blocks[0].parameters[0]))
-        found |= zip(stack.blocks, stack.like(stack.root(state).step(u)))
+        found |= zip(stack.blocks, stack.like(root.step(u)))
     return found
 
 

@@ -19,6 +19,7 @@ import torch
 from torch import Tensor
 
 from quasidiag import distributed
+from quasidiag.moments import cast
 from quasidiag.outputs import OutputModel
 from quasidiag.replay import Batch, Direction, Replay
 
@@ -399,7 +400,7 @@ class QuadraticModel:
         promise = report.stride * report.promise
         if not promise > 0:
             return False
-        start = {p: before_way(p, u) for p, u in update.items()}
+        start = before_way(update)
         pairs = [
             torch.stack(self.replay.values(b, start, self._jury(b))) * w
             for w, b in self.replay.weighted()
@@ -444,9 +445,11 @@ def _gain(part: float) -> float:
     return part * (1 - part / 2)
 
 
-def before_way(p: Tensor, u: Tensor) -> Tensor:
-    """Where a parameter was before it moved by ``u``, also in low precision."""
-    return (p.detach().to(u.dtype) - u).to(p.dtype)
+def before_way(update: Direction) -> dict[Tensor, Tensor]:
+    """Where parameters were before they moved by so much, also in low precision."""
+    now = [cast(p.detach(), u.dtype) for p, u in update.items()]
+    before = torch._foreach_sub(now, [*update.values()])
+    return {p: cast(x, p.dtype) for p, x in zip(update, before)}
 
 
 def dots(covector: Direction, directions: Sequence[Direction]) -> Tensor:
@@ -454,8 +457,8 @@ def dots(covector: Direction, directions: Sequence[Direction]) -> Tensor:
     found, of = [], []
     for i, u in enumerate(directions):
         for p, v in u.items():
-            if p in covector:
-                found.append(torch.dot(v.flatten(), covector[p].flatten().to(v.dtype)))
+            if (g := covector.get(p)) is not None:
+                found.append(torch.dot(v.flatten(), cast(g, v.dtype).flatten()))
                 of.append(i)
     total = torch.zeros(len(directions), dtype=torch.float64)
     if not found:

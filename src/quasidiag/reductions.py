@@ -115,17 +115,17 @@ def varies(
 def safeguarded(
     m00: Tensor, m0i: Tensor, mii: Tensor, unit: float, layer: float, dead: float
 ) -> tuple[Tensor, Tensor]:
-    r"""``m00`` and ``mii`` with bounds relative to their neighbours, for a step that nobody tunes.
+    r"""``m00: [..., units]`` and ``mii: [..., units, n]`` with bounds relative to their neighbours, for an untuned step.
 
     With :math:`σ_i^2 = m_{ii} - m_{0i}^2/m_{00}`, to each variance is added ``unit`` times the mean over its unit and
     ``layer`` times the mean over the layer (an input that switches on late), to each ``m00`` ``dead`` times the mean
     over the layer (a unit that hardly ever acts). This depends on how single inputs are scaled, a little; not on where
     their zero is.
     """
-    m00 = m00 + dead * m00.mean()
+    m00 = m00 + dead * m00.mean(-1, keepdim=True)
     inverse = torch.where(m00 > 0, m00.reciprocal(), 0.0).unsqueeze(-1)
-    variance = torch.addcmul(mii, m0i * inverse, m0i, value=-1.0).clamp_min_(0.0).mean(1)
-    return m00, mii + (unit * variance + layer * variance.mean()).unsqueeze(-1)
+    variance = torch.addcmul(mii, m0i * inverse, m0i, value=-1.0).clamp_min_(0.0).mean(-1)
+    return m00, mii + (unit * variance + layer * variance.mean(-1, keepdim=True)).unsqueeze(-1)
 
 
 def diagonal(m: Tensor, v: Tensor, *, eps: float = 1e-8, floor: float | None = None) -> Tensor:

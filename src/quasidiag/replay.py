@@ -23,6 +23,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.hooks import RemovableHandle
 
 from quasidiag.layers.composite import Surroundings
+from quasidiag.moments import cast
 from quasidiag.outputs import OutputModel
 from quasidiag.probe import Hook, Loans, Outside, below, tensors
 from quasidiag.reading import Reading
@@ -380,7 +381,7 @@ class Replay:
                 stack.enter_context(_plain_kernels())
             stack.enter_context(forward_ad.dual_level())
             duals = {
-                p: forward_ad.make_dual(p.detach(), u.to(p.dtype)) for p, u in direction.items()
+                p: forward_ad.make_dual(p.detach(), cast(u, p.dtype)) for p, u in direction.items()
             }
             output, tangent = forward_ad.unpack_dual(self._run(batch, duals, part))
         return output, torch.zeros_like(output) if tangent is None else tangent

@@ -31,17 +31,22 @@ def window(steps: int) -> float:
     return min(max(steps / PART, 1.0), MOST)
 
 
-def displace_(optimizer: Riemannian, parameters: Sequence[Tensor], moved: Sequence[Tensor]) -> None:
+def displace_(
+    optimizer: Riemannian,
+    parameters: Sequence[Tensor],
+    states: Sequence[dict[str, Any]],
+    moved: Sequence[Tensor],
+) -> None:
     """A step moves parameters. One of low precision would not find its way back, and has no other place to be."""
     assert optimizer.auto is not None
     keep = 1 - 1 / window(optimizer.auto.steps + 1)
-    going = [(p, u) for p, u in zip(parameters, moved) if float(optimizer._group[p]["lr"])]
-    apart = [(optimizer.state[p]["apart"], u) for p, u in going if "apart" in optimizer.state[p]]
+    still = {p for g in optimizer.param_groups if not float(g["lr"]) for p in g["params"]}
+    going = [x for x in zip(parameters, states, moved) if not still or x[0] not in still]
+    apart = [(state["apart"], u) for _, state, u in going if "apart" in state]
     if apart:
         torch._foreach_add_([e for e, _ in apart], [u for _, u in apart])
         torch._foreach_mul_([e for e, _ in apart], keep)
-    for p, u in going:
-        state = optimizer.state[p]
+    for p, state, u in going:
         if "apart" not in state and optimizer.averaged and keep and p.dtype == u.dtype:
             state["apart"], state["ahead"] = u * keep, True
 
@@ -58,17 +63,16 @@ def lead_(optimizer: Riemannian) -> None:
 
     As ``data``: graphs of the parameters at rest (a penalty on weights, say) may be waiting for the same backward pass.
     """
-    parameters = _of(optimizer, ahead=False)
-    if not parameters:
+    data, states = _of(optimizer, ahead=False)
+    if not data:
         return
-    state = optimizer.state
-    for p in _changed(optimizer, parameters):
-        state[p]["apart"].zero_()
-    torch._foreach_add_([p.data for p in parameters], [state[p]["apart"] for p in parameters])
-    for p in parameters:
-        state[p]["ahead"] = True
+    for state in _changed(data, states):
+        state["apart"].zero_()
+    torch._foreach_add_(data, [state["apart"] for state in states])
+    for state in states:
+        state["ahead"] = True
         if not optimizer.averaged:  # but whoever saved this state did
-            forget_(state[p])
+            forget_(state)
 
 
 def forget_(state: dict[str, Any]) -> None:
@@ -79,33 +83,32 @@ def forget_(state: dict[str, Any]) -> None:
 
 def settle_(optimizer: Riemannian) -> None:
     """Come to rest, :math:`x = z - e`."""
-    parameters = _of(optimizer, ahead=True)
-    if not parameters:
+    data, states = _of(optimizer, ahead=True)
+    if not data:
         return
-    state, data = optimizer.state, [p.data for p in parameters]
-    torch._foreach_sub_(data, [state[p]["apart"] for p in parameters])
-    for p, norm in zip(parameters, torch._foreach_norm(data)):
-        state[p]["ahead"], state[p]["norm"] = False, norm
+    torch._foreach_sub_(data, [state["apart"] for state in states])
+    for state, norm in zip(states, torch._foreach_norm(data)):
+        state["ahead"], state["norm"] = False, norm
 
 
-def _of(optimizer: Riemannian, ahead: bool) -> list[Tensor]:
-    """The parameters that have another place to be; one that is frozen, or has gone to another device, stays."""
-    return [
-        p
-        for p in optimizer._group
-        if p.requires_grad
-        and (kept := optimizer.state.get(p, {})).get("ahead") is ahead
-        and kept["apart"].device == p.device
+def _of(optimizer: Riemannian, ahead: bool) -> tuple[list[Tensor], list[dict[str, Any]]]:
+    """What has another place to be, and its state; one that is frozen, or has gone to another device, stays."""
+    every = [(p, optimizer.state.get(p, {})) for p in optimizer._group if p.requires_grad]
+    found = [
+        (p.data, state)
+        for p, state in every
+        if state.get("ahead") is ahead and state["apart"].device == p.device
     ]
+    return [p for p, _ in found], [state for _, state in found]
 
 
-def _changed(optimizer: Riemannian, parameters: list[Tensor]) -> list[Tensor]:
+def _changed(data: list[Tensor], states: list[dict[str, Any]]) -> list[dict[str, Any]]:
     """Those that are not as they were left. Their norm tells: what is written into ``data`` leaves no other trace."""
-    now = _together(torch._foreach_norm([p.data for p in parameters]))
-    left = now == _together([optimizer.state[p]["norm"] for p in parameters])
-    return [p for p, same in zip(parameters, left.tolist()) if not same]
+    now = _together(torch._foreach_norm(data))
+    left = now == _together([state["norm"] for state in states])
+    return [state for state, same in zip(states, left.tolist()) if not same]
 
 
 def _together(norms: Sequence[Tensor]) -> Tensor:
     """As one, or a device would be waited for as often as there are parameters."""
-    return torch.stack([norm.to(norms[0].device, torch.float64) for norm in norms])
+    return torch.stack([norm.to(norms[0].device) for norm in norms]).double()

@@ -77,7 +77,7 @@ def diagonal(m00: Tensor | None, mii: Tensor) -> Root:
 
 def quasi_diagonal(m00: Tensor, m0i: Tensor, mii: Tensor, shift: Tensor | None) -> Root:
     """Of moments that were measured from ``shift`` (see :func:`quasidiag.reductions.quasi_diagonal`)."""
-    mean = m0i * _inverse(m00).unsqueeze(1)
+    mean = m0i * _inverse(m00).unsqueeze(-1)
     variance = torch.addcmul(mii, mean, m0i, value=-1)
     variance = torch.where(varies(m00, mii, variance, mii, shift), variance, 0.0)
     mean = mean if shift is None else mean + shift

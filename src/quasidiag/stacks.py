@@ -12,7 +12,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from quasidiag.blocks import DiagonalBlock, State, UnitwiseBlock
+from quasidiag.blocks import DiagonalBlock, State, UnitwiseBlock, stacked
+from quasidiag.moments import cast
 from quasidiag.root import Root
 from quasidiag.sums import dtype_of
 
@@ -38,7 +39,7 @@ class Stack:
     def rows(self, tensors: Sequence[Sequence[Tensor]]) -> list[Tensor]:
         """Tensors shaped like each layer's parameters, the bias first: ``[layers, units(, inputs)]``."""
         each = [block.rows_of(layer) for block, layer in zip(self.blocks, tensors)]
-        return [_stacked(parts) for parts in zip(*each)]
+        return [stacked(parts) for parts in zip(*each)]
 
     def like(self, rows: Sequence[Tensor]) -> list[list[Tensor]]:
         """Back from :meth:`rows`, layer by layer."""
@@ -52,23 +53,22 @@ class Stack:
         kept = self._root
         same = kept is not None and all(m is n for m, n in zip(moments, kept.moments))
         if kept is None or not same or kept.of != now:
-            bias, mean, scale = zip(*(block.root(state) for block in self.blocks))
-            root = Root(_stacked(bias), _stacked(mean), _stacked(scale))
+            root = self.blocks[0].root(self.blocks, state)
             kept = self._root = KeptRoot(root, moments, now)
         return kept.root
 
     def forms(self, state: State, steps: Sequence[Sequence[Sequence[Tensor]]]) -> Tensor:
         r"""The products of steps in the metric, :math:`w^⊤ M w'`, of each with each: ``[layers, steps, steps]``."""
         root = self.root(state)
-        u = torch.stack([root.coordinates(self.rows(step)).flatten(1) for step in steps], 1)
-        return u @ u.mT
+        us = [root.coordinates(self.rows(step)).flatten(1) for step in steps]
+        return torch.stack([torch.stack([_dots(u, v) for v in us], 1) for u in us], 1)
 
     def strengths(self, state: State) -> Tensor:
         r"""How long the weights are in the metric, on the average unit: :math:`\sum_i σ_i^2 w_i^2`; 0 if there are none."""
         if self.blocks[0].weight is None:
             return torch.zeros(len(self.blocks), device=self.blocks[0].home.device)
         scale = self.root(state).scale
-        weights = [[p.detach().to(scale.dtype) for p in block.parameters] for block in self.blocks]
+        weights = [[cast(p.detach(), scale.dtype) for p in b.parameters] for b in self.blocks]
         rows = self.rows(weights)[-1]
         return torch.where(scale > 0, rows / scale, 0.0).square().sum(-1).mean(-1)
 
@@ -133,8 +133,6 @@ def in_order(
     return found[[of[block] for block in blocks]]
 
 
-def _stacked(tensors: Sequence[Any]) -> Any:
-    """Without a copy where there is but one; ``None`` of what no layer has."""
-    if tensors[0] is None:
-        return None
-    return tensors[0].unsqueeze(0) if len(tensors) == 1 else torch.stack([*tensors])
+def _dots(u: Tensor, v: Tensor) -> Tensor:
+    """Row by row. A product of a row and a column is what libraries of matrix products are slowest at."""
+    return torch.linalg.vector_norm(u, dim=1).square() if u is v else (u * v).sum(1)

@@ -256,11 +256,11 @@ def test_parameters_of_low_precision_go_back_where_they_were() -> None:
         train(rule, x, t)
     report = rule.auto
     assert report is not None and report.stride == 1
-    start = [before_way(p, u) for p, u in zip(model.parameters(), way(rule))]
+    start = [*before_way(dict(zip(model.parameters(), way(rule)))).values()]
     while report.stride < 4:
         train(rule, x, t)
     assert report.retreats == 0
-    back = [before_way(p, u) for p, u in zip(model.parameters(), way(rule))]
+    back = [*before_way(dict(zip(model.parameters(), way(rule)))).values()]
     for p, q in zip(start, back):
         assert torch.equal(p, q)
 
