@@ -18,7 +18,6 @@ class Defaults(NamedTuple):
     eps: float
     metric_start: str | int
     metric_every: int
-    step_every: int
     safeguard: tuple[float, float, float] | None
 
     def but(self, **given: Any) -> Defaults:
@@ -40,7 +39,6 @@ DEFAULTS = {
         eps=1e-8,
         metric_start="first",
         metric_every=1,
-        step_every=1,
         safeguard=None,
     ),
     "auto": Defaults(
@@ -52,7 +50,6 @@ DEFAULTS = {
         eps=0.0,
         metric_start=1_000_000,
         metric_every=8,
-        step_every=4,
         safeguard=SAFEGUARD,
     ),
 }

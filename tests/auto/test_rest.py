@@ -13,6 +13,7 @@ from torch import Tensor, nn
 import quasidiag as qd
 from nets import batch, mlp
 from quasidiag import rest
+from quasidiag.auto import EVERY
 from quasidiag.quadratic import Report
 
 SIZES = (5, 8, 3)
@@ -225,7 +226,7 @@ def test_a_step_that_is_not_taken_comes_back_to_the_same_rest(nonfinite: str) ->
 def test_what_is_taken_back_is_taken_out_of_the_average() -> None:
     rule = late()
     report = report_of(rule)
-    while report.stride < rule.step_every:  # the next minibatch judges
+    while report.stride < EVERY:  # the next minibatch judges
         train(rule, range(report.steps, report.steps + 1))
     ahead = backward(rule, 0)
     way = [rule.state[p]["update"].clone() for p in rule.model.parameters()]

@@ -102,6 +102,26 @@ def test_a_step_in_between_follows_its_own_direction_as_far_as_its_slope_allows(
     assert report.stride > 1
 
 
+@pytest.mark.parametrize(
+    ("steps", "every", "expected"),
+    [
+        (auto.AT_FIRST, None, auto.EVERY),
+        (auto.LATE - 2 * auto.EVERY, None, auto.EVERY),
+        (auto.LATE, None, auto.SELDOM),
+        (auto.LATE, 2, 2),
+    ],
+)
+def test_and_less_often_in_the_end(steps: int, every: int | None, expected: int) -> None:
+    rule, report = started(step_every=every)
+    report.steps = steps
+    strides = []
+    while len(strides) < 2 * expected + 1:
+        train(rule, *samples(0))
+        strides.append(report.stride)
+    last = strides.index(1)
+    assert strides[last : last + expected + 1] == [*range(1, expected + 1), 1]
+
+
 def test_the_average_reaches_back_over_a_part_of_the_training() -> None:
     assert [auto.reach(steps) for steps in (0, 250, 500, 1500, 10**6)] == [5, 5, 10, 30, 30]
 
