@@ -36,8 +36,8 @@ QUINTICS = (
 #: For rounding: singular values begin below one over this, and in bfloat16 an iteration takes them for larger by it.
 MARGIN = 1.02
 #: So many units of a wide layer are made orthogonal to each other; more would cost more, and bring little. Wide is a
-#: layer with more units and inputs than that by a quarter.
-GROUP, WIDE = 256, 320
+#: layer with more units *and* inputs than the second.
+GROUP, WIDE = 176, 320
 #: Small layers are batched with so many times as many zeros as numbers at most.
 WASTE = 4
 #: A unit of a wide layer whose step is shorter than this, where one is usual, keeps what it has of it.
