@@ -90,6 +90,7 @@ _LARGE: dict[str, Make] = {
     "QDOP": ours(qd.QDOP),
     "QDOP, metric every 10": ours(qd.QDOP, metric_every=10),
     "QDOP, metric on 1/10": ours(qd.QDOP, metric_fraction=0.1),
+    **AUTOMATIC,
 }
 
 PRESETS: dict[str, Callable[[], Preset]] = {
@@ -118,6 +119,13 @@ PRESETS: dict[str, Callable[[], Preset]] = {
                 {name: PAPER[name] for name in ("SGD", "DOP", "QDOP", "QDMCNat", "QDNat")},
                 repeat=50,
                 rounds=9,
+            ),
+            Race(
+                lambda: mlp(PAPERS_NET, 500, "cuda"),
+                {"SGD": PAPER["SGD"], "AdamW fused": TORCH["AdamW fused"], **AUTOMATIC},
+                repeat=40,
+                rounds=5,
+                title="without a graph",
             ),
         ],
         update=(16384, 4096),
