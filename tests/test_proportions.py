@@ -196,7 +196,7 @@ def test_a_pickled_report_without_them_has_none() -> None:
 
 
 def test_steps_in_between_keep_them() -> None:
-    optimizer = trained(mlp(5, 7, 3), steps=6, late=True)
+    optimizer = trained(mlp(5, 7, 3), steps=4, late=True)
     report = optimizer.auto
     assert report is not None and report.stride > 1
     kept = list(report.proportions)

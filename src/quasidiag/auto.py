@@ -45,9 +45,6 @@ PART, FEWEST, MOST = 50, 5.0, 30.0
 NEARLY = 0.999
 #: Metric and model are measured in each of the first steps, while the network changes quickly.
 AT_FIRST = 4
-#: Then the model is measured every so many steps unless somebody says otherwise, and in the end, from the last of these
-#: on, every so many.
-EVERY, SELDOM, LATE = 4, 8, 1000
 #: A minibatch with so many terms in its loss is a full one. The slope along a direction that a smaller one had its part in
 #: is mostly that part, and its step is shorter: by the square root of how much smaller it is. A minibatch that is the same
 #: as the last one, as in full-batch training, is no sample and has no noise.
@@ -89,9 +86,8 @@ def turn(optimizer: Riemannian, model: QuadraticModel, usable: bool) -> Turn:
     judge = report.samples >= before / 2 and (usable or not math.isfinite(loss))
     if report.steps < AT_FIRST or not report.steady or not _alike(optimizer, report):
         return Turn(True, judge)
-    every = optimizer.step_every or (EVERY if report.steps < LATE else SELDOM)
-    due = surprised or report.stride >= every
-    return Turn(due and (judge or every == 1), due and judge)
+    due = surprised or report.stride >= optimizer.step_every
+    return Turn(due and (judge or optimizer.step_every == 1), due and judge)
 
 
 def _alike(optimizer: Riemannian, report: Report) -> bool:

@@ -18,6 +18,7 @@ class Defaults(NamedTuple):
     eps: float
     metric_start: str | int
     metric_every: int
+    step_every: int
     safeguard: tuple[float, float, float] | None
 
     def but(self, **given: Any) -> Defaults:
@@ -39,6 +40,7 @@ DEFAULTS = {
         eps=1e-8,
         metric_start="first",
         metric_every=1,
+        step_every=1,
         safeguard=None,
     ),
     "auto": Defaults(
@@ -50,6 +52,7 @@ DEFAULTS = {
         eps=0.0,
         metric_start=1_000_000,
         metric_every=8,
+        step_every=6,
         safeguard=SAFEGUARD,
     ),
 }

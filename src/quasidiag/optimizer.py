@@ -72,7 +72,7 @@ class Riemannian(Saved):
         metric_fraction: the share of each minibatch that enters the metric.
         step_fraction: the share of each minibatch on which ``step="auto"`` measures its quadratic model, 128 terms of
             its loss at least; by default a half, and of no more than 2,048 terms.
-        step_every: it does so every so many steps, by default every fourth, and from the thousandth on every eighth.
+        step_every: it does so every so many steps, by default every sixth.
         orthogonal: whether ``step="auto"`` gives all directions of a layer's gradient the same strength
             (:mod:`quasidiag.orthogonal`), as it does by default; else it follows the Riemannian gradient itself. In
             such layers ``eps`` and ``floor`` do not count; the unitwise reduction has none.
@@ -146,6 +146,7 @@ class Riemannian(Saved):
             eps=eps,
             metric_start=metric_start,
             metric_every=metric_every,
+            step_every=step_every,
         )
         validate.options(
             reduction=reduction,
@@ -155,7 +156,6 @@ class Riemannian(Saved):
             samples=samples,
             metric_fraction=metric_fraction,
             step_fraction=step_fraction,
-            step_every=step_every,
             **chosen._asdict(),
         )
         validate.flags(foreach=foreach, orthogonal=orthogonal, averaged=averaged)
@@ -173,7 +173,7 @@ class Riemannian(Saved):
         self.metric, self.orthogonal = chosen.metric, chosen.orthogonal
         self.averaged = chosen.averaged
         self.metric_start, self.metric_every = chosen.metric_start, chosen.metric_every
-        self.step_fraction, self.step_every = step_fraction, step_every
+        self.step_fraction, self.step_every = step_fraction, chosen.step_every
         self.model, self.criterion, self.reduction = model, criterion, reduction
         self.nonfinite, self.capturable = nonfinite, capturable
         self.samples, self.metric_fraction, self.seed = samples, metric_fraction, seed

@@ -63,6 +63,7 @@ def options(**given: Any) -> None:
     one_of("nonfinite", given["nonfinite"], ("skip", "raise"))
     whole("samples", given["samples"])
     whole("metric_every", given["metric_every"])
+    whole("step_every", given["step_every"])
     if isinstance(given["metric_start"], str):
         one_of("metric_start", given["metric_start"], ("first", "identity"))
     else:
@@ -70,8 +71,6 @@ def options(**given: Any) -> None:
     fraction("metric_fraction", given["metric_fraction"])
     if given["step_fraction"] is not None:
         fraction("step_fraction", given["step_fraction"])
-    if given["step_every"] is not None:
-        whole("step_every", given["step_every"])
     if given["metric"] == "backpropagated" and given["sharing"] != "expand":
         raise ValueError(
             "the backpropagated metric has no derivatives to sum: it needs sharing='expand'"
