@@ -45,11 +45,12 @@ def cotangents(
         vectors = [criterion.residual(output, target)]
     elif metric == "monte-carlo":
         draws = (criterion.sample(output, generator) for _ in range(samples))
-        vectors = (criterion.residual(output, draw) / samples**0.5 for draw in draws)
+        vectors = (criterion.residual(output, draw) for draw in draws)
+        vectors = vectors if samples == 1 else (vector / samples**0.5 for vector in vectors)
     elif metric == "exact":
         vectors = criterion.each_vector(output)
     else:
         raise ValueError(f"the {metric} metric has no vectors at the output")
     counted = criterion.counted(output, target)
     for vector in vectors:
-        yield vector if counted is None else torch.where(counted, vector, 0.0)
+        yield vector if counted is None else vector.masked_fill_(~counted, 0.0)

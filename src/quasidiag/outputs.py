@@ -53,7 +53,7 @@ class OutputModel(nn.Module, ABC):
 
     @abstractmethod
     def residual(self, output: Tensor, target: Tensor) -> Tensor:
-        """The derivative of each sample's negative log-likelihood with respect to the output."""
+        """The derivative of each sample's negative log-likelihood with respect to the output, as a tensor of its own."""
 
     @abstractmethod
     def sample(self, output: Tensor, generator: Generator | None = None) -> Tensor:
@@ -141,13 +141,14 @@ class Categorical(OutputModel):
 
     def residual(self, output: Tensor, target: Tensor) -> Tensor:
         classes = target.clamp_min(0).unsqueeze(-1)
-        return output.softmax(-1).scatter_add(-1, classes, -torch.ones_like(output))
+        one = torch.ones_like(classes, dtype=output.dtype)
+        return output.softmax(-1).scatter_add_(-1, classes, -one)
 
     def sample(self, output: Tensor, generator: Generator | None = None) -> Tensor:
-        # As torch.multinomial draws, but without its look at the probabilities: that waits for the device, and a
-        # non-finite row would abort, on CUDA with the whole context.
-        p = output.softmax(-1)
-        return (p / torch.empty_like(p).exponential_(generator=generator)).argmax(-1)
+        # As torch.multinomial draws, the largest p/q, but without its look at the probabilities: that waits for the
+        # device, and a non-finite row would abort, on CUDA with the whole context. With many classes memory counts.
+        q = torch.empty_like(output).exponential_(generator=generator)
+        return q.log_().neg_().add_(output).argmax(-1)
 
     def vectors(self, output: Tensor) -> Tensor:
         # The columns of the Cholesky factor, one fewer than classes: the rank. Each class against those after it.
