@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 import pytest
 import torch
 from torch import Tensor, nn
@@ -116,3 +118,31 @@ def test_the_metrics_differ() -> None:
     for i in range(4):
         for j in range(i):
             assert not torch.allclose(found[i], found[j], rtol=1e-3)
+
+
+class Partial(qd.Gaussian):
+    """Targets may be missing; its vectors are the same for all samples, and kept in one place."""
+
+    unit = torch.eye(3, dtype=torch.float64)
+
+    def counted(self, output: Tensor, target: Tensor) -> Tensor:
+        return ~target.isnan().any(1, keepdim=True)
+
+    def forward(self, output: Tensor, target: Tensor) -> Tensor:
+        return super().forward(output, torch.where(target.isnan(), output.detach(), target))
+
+    def each_vector(self, output: Tensor) -> Iterator[Tensor]:
+        yield from (row.expand_as(output) for row in self.unit)
+
+
+def test_vectors_that_belong_to_the_criterion_are_left_alone() -> None:
+    model, loss = mlp(4, 3), Partial(1.0)
+    x, _ = batch("gaussian", 20, 4, 3)
+    t = torch.zeros(20, 3, dtype=torch.float64)
+    t[0, 1] = torch.nan
+    optimizer = qd.Riemannian(model, loss, lr=1e-4, metric="exact")
+    loss(model(x), t).backward()
+    optimizer.step()
+    m00 = optimizer.moments(model[0]).m00
+    assert m00 is not None and torch.equal(loss.unit, torch.eye(3, dtype=torch.float64))
+    torch.testing.assert_close(m00, torch.full((3,), 0.95, dtype=torch.float64))

@@ -20,7 +20,7 @@ a part of their natural step: such a deviation is then an average of the errors 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -33,7 +33,7 @@ from quasidiag.moments import cast
 from quasidiag.proportions import echoes, further, power, proportions, shares, strengths, weights
 from quasidiag.quadratic import WHOLE, QuadraticModel, Report, before_way, dot, dots, gathered, mean
 from quasidiag.replay import Direction
-from quasidiag.stacks import in_order
+from quasidiag.stacks import Stack, in_order
 from quasidiag.sums import dtype_of
 
 if TYPE_CHECKING:
@@ -171,7 +171,7 @@ def propose(optimizer: Riemannian, gradient: Direction, measures: bool) -> dict[
             else:
                 d = _solved(optimizer, block, given, whole)
                 steps[block] = [w for p, w in zip(block.parameters, d) if p in gradient]
-    stacks = optimizer._stacks.of(rooted, state)
+    stacks = _stacks(optimizer, rooted)
     steps |= orthogonal.steps(stacks, state, rooted, optimizer.foreach is not False)
     if steps and _proportioned(optimizer):
         _proportion_(optimizer, steps, measures)
@@ -194,13 +194,13 @@ def _proportion_(
     if measures or len(report.proportions) != len(blocks):
         every, ranks, state = len(optimizer._blocks), _ranks(optimizer), optimizer.state
         kept = report.strengths if len(report.strengths) == every else [None] * every
-        squares = weights(blocks, optimizer._stacks.of(blocks, state), state)
+        squares = weights(blocks, _stacks(optimizer, blocks), state)
         fresh = strengths(mean(squares, ranks), [kept[i] for i in moving])
         now = dict(zip(moving, fresh))
         report.strengths = [now.get(i, before) for i, before in enumerate(kept)]
         more = [report.further[i] if len(report.further) == every else 0.0 for i in moving]
-        whole = [b for b in blocks if b.mixes and len(found[b]) == len(b.parameters)]
-        taking_part = shares(optimizer._stacks.of(whole, state), state, found, ranks)
+        matrices = [b for b in blocks if b.mixes and len(found[b]) == len(b.parameters)]
+        taking_part = shares(_stacks(optimizer, matrices), state, found, ranks)
         p = power(reach(report.steps) / FEWEST)
         part = [taking_part.get(block, 1.0) for block in blocks]
         report.proportions = proportions(fresh, part, p, more)
@@ -228,7 +228,7 @@ def _solved(
 def lengths(optimizer: Riemannian, directions: Sequence[Direction]) -> Tensor:
     """The products of directions in the metric, of each with each: layer by layer, and what is in none."""
     state, blocks, k = optimizer.state, _moving(optimizer, directions), len(directions)
-    stacks, found = optimizer._stacks.of(blocks, state), []
+    stacks, found = _stacks(optimizer, blocks), []
     for stack in stacks:
         dtype = dtype_of(stack.blocks[0], state)
         steps = [
@@ -314,7 +314,10 @@ def _divide_(
     known: dict[Tensor, Tensor],
     parts: list[float],
 ) -> dict[str, float]:
-    """The parameters of a group with a smaller factor move that much less: within a direction, and all of it, by so much."""
+    """Let the parameters of a group with a smaller factor move that much less, relative to the largest of their direction.
+
+    That one, of each direction, is what its length has to be multiplied by.
+    """
     if all(part == 1 for part in parts):
         return dict.fromkeys(named, 1.0)
     part_of = {p: part for g, part in zip(optimizer.param_groups, parts) for p in g["params"]}
@@ -397,7 +400,7 @@ def _moved_(parameters: Sequence[Tensor], ws: Sequence[Tensor]) -> list[Tensor]:
 def _follow_(optimizer: Riemannian, parameters: Sequence[Tensor], moved: Sequence[Tensor]) -> None:
     """What a move is added to: the way since the last measurement, and the place at rest."""
     states = [optimizer.state[p] for p in parameters]
-    rest.displace_(optimizer, parameters, states, moved)
+    rest.displace_(optimizer, parameters, moved)
     known = [(state["update"], u) for state, u in zip(states, moved) if "update" in state]
     if known:
         torch._foreach_add_([way for way, _ in known], [u for _, u in known])
@@ -453,7 +456,7 @@ def _excess(
     """
     if not blocks:
         return {}
-    own = weights(blocks, optimizer._stacks.of(blocks, optimizer.state), optimizer.state)
+    own = weights(blocks, _stacks(optimizer, blocks), optimizer.state)
     usual = own[own > 0].log().mean().exp()  # nan, and no bound, where all are none
     units = torch.tensor([len(block.parameters[0]) for block in blocks])
     moved = each[: len(blocks)].diagonal(dim1=1, dim2=2).clamp_min(0.0).sqrt()
@@ -467,6 +470,11 @@ def _way(optimizer: Riemannian) -> dict[Tensor, Tensor]:
     """The way since the model was last measured."""
     state = optimizer.state
     return {p: state[p]["update"] for p in optimizer._group if "update" in state[p]}
+
+
+def _stacks(optimizer: Riemannian, blocks: Iterable[DiagonalBlock]) -> list[Stack]:
+    """These layers, those of one shape together."""
+    return optimizer._stacks.of(blocks, optimizer.state, optimizer.foreach)
 
 
 def _ranks(optimizer: Riemannian) -> Any:

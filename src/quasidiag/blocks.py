@@ -180,10 +180,11 @@ class DiagonalBlock:
         return roots.diagonal(m00[0] if m00 else None, mii)
 
     @cached_property
-    def shape(self) -> Hashable:
-        """Layers of equal shape can be stacked (:mod:`quasidiag.stacks`)."""
+    def alike(self) -> Hashable:
+        """Layers of which this is equal can be stacked (:mod:`quasidiag.stacks`)."""
         rows = self.rows_of([p.detach() for p in self.parameters])
-        return type(self), self.mixes, self.weight is None, *(x.shape for x in rows)
+        form = type(self), self.mixes, self.adapter.shiftable, self.weight is None
+        return *form, *(x.shape for x in rows)
 
     def rows_of(self, tensors: Tensors) -> list[Tensor]:
         """Tensors shaped like :attr:`parameters`, the weight's as ``[units, inputs]``; a bias alone is a column of them."""
@@ -272,8 +273,7 @@ class QuasiDiagonalBlock(DiagonalBlock):
     @classmethod
     def root(cls, blocks: Sequence[Any], state: State) -> roots.Root:
         m00, m0i, mii = map(stacked, zip(*(block._kept_rows(state) for block in blocks)))
-        if blocks[0].safeguard is not None:
-            m00, mii = reductions.safeguarded(m00, m0i, mii, *blocks[0].safeguard)
+        m00, mii = _safeguarded(blocks[0].safeguard, m00, m0i, mii)
         shift = None
         if blocks[0].adapter.shiftable:
             shift = stacked([state[block.weight]["shift"] for block in blocks]).unsqueeze(1)
@@ -341,8 +341,7 @@ class QuasiDiagonalBlock(DiagonalBlock):
     def _moment_rows(self, state: State) -> tuple[Tensor, Tensor, Tensor]:
         """The same as the solve takes them."""
         m00, m0i, mii = self._kept_rows(state)
-        if self.safeguard is not None:
-            m00, mii = reductions.safeguarded(m00, m0i, mii, *self.safeguard)
+        m00, mii = _safeguarded(self.safeguard, m00, m0i, mii)
         return m00, m0i, mii
 
     def _rows(self, pair: Tensors) -> tuple[Tensor, Tensor]:
@@ -434,6 +433,12 @@ def _adapter(module: nn.Module) -> Adapter:
     adapter = adapter_of(module)
     assert adapter is not None
     return adapter
+
+
+def _safeguarded(
+    bounds: tuple[float, float, float] | None, m00: Tensor, m0i: Tensor, mii: Tensor
+) -> tuple[Tensor, Tensor]:
+    return (m00, mii) if bounds is None else reductions.safeguarded(m00, m0i, mii, *bounds)
 
 
 def _as_is(x: Tensor) -> Tensor:

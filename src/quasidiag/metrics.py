@@ -52,5 +52,6 @@ def cotangents(
     else:
         raise ValueError(f"the {metric} metric has no vectors at the output")
     counted = criterion.counted(output, target)
+    fill = Tensor.masked_fill_ if metric == "monte-carlo" else Tensor.masked_fill  # theirs are ours
     for vector in vectors:
-        yield vector if counted is None else vector.masked_fill_(~counted, 0.0)
+        yield vector if counted is None else fill(vector, ~counted, 0.0)

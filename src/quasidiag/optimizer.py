@@ -74,8 +74,8 @@ class Riemannian(Saved):
             its loss at least; by default a half, and of no more than 2,048 terms.
         step_every: it does so every so many steps, by default every sixth.
         orthogonal: whether ``step="auto"`` gives all directions of a layer's gradient the same strength
-            (:mod:`quasidiag.orthogonal`), as it does by default; else it follows the Riemannian gradient itself. In
-            such layers ``eps`` and ``floor`` do not count; the unitwise reduction has none.
+            (:mod:`quasidiag.orthogonal`), as it does by default; else it follows the Riemannian gradient itself. With
+            it ``eps`` and ``floor`` do not count. The unitwise reduction has no such directions.
         averaged: whether the parameters that ``step="auto"`` leaves between two steps are an average of where training
             was lately (:mod:`quasidiag.rest`), as they are by default; training itself is the same either way.
         safeguard: bounds on the metric relative to the mean of its unit and of its layer
@@ -86,8 +86,9 @@ class Riemannian(Saved):
         seed: of the generator of the Monte Carlo targets.
         nonfinite: ``"skip"`` reports a minibatch with a gradient that is not finite and leaves everything as it was,
             ``"raise"`` raises.
-        foreach: solve and update many tensors with one call each (:mod:`quasidiag.together`): ``True`` all that can be,
-            at the price of memory, ``False`` none, ``None`` the small ones.
+        foreach: solve and update many tensors with one call each (:mod:`quasidiag.together`,
+            :mod:`quasidiag.stacks`): ``True`` all that can be, at the price of memory, ``False`` none, ``None`` those
+            that are not large.
         capturable: never wait for the device, so that a step can be captured in a CUDA graph; minibatches are then not
             looked at for finiteness.
         process_group: the ranks whose samples enter the metric together. ``"auto"`` finds those of DDP or
@@ -195,7 +196,7 @@ class Riemannian(Saved):
     def _attach(self) -> None:
         """Watch the model. A copied or unpickled optimizer does so again, with the model that came along."""
         self._find()
-        self._sums, self._idle, self._stacks = Sums(), idle(self), Stacks(self.foreach)
+        self._sums, self._idle, self._stacks = Sums(), idle(self), Stacks()
         #: Blocks that had a gradient before they had a metric: until they do, no step does without one.
         self._late: set[DiagonalBlock] = set()
         self._collector = Collector(
@@ -290,6 +291,7 @@ class Riemannian(Saved):
             self._step()
         finally:
             rest.settle_(self)
+            self._stacks.sweep()
         self._forget()
         return loss
 
@@ -482,7 +484,6 @@ class Riemannian(Saved):
 
     def _forget(self) -> None:
         """No reference to the batch survives the step."""
-        self._stacks.sweep()
         late = (b for b in self._blocks if b in self._late or b.home.grad is not None)
         self._late = {block for block in late if not self._started(block)}
         self._sums.clear()

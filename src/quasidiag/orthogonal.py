@@ -169,7 +169,7 @@ def factors(us: Sequence[Tensor]) -> list[Tensor]:
     return [found[i] for i in range(len(us))]
 
 
-@functools.cache  # the same layers ask at every step
+@functools.lru_cache(64)  # the same layers ask at every step
 def _rooms(kinds: tuple[Kind, ...]) -> list[list[int]]:
     """Which of them go together: small ones of similar shapes, so that most of a batch is not zeros."""
     rooms: list[list[int]] = []

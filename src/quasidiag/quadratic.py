@@ -364,9 +364,7 @@ class QuadraticModel:
         criterion: OutputModel = self.replay.criterion
         terms = self.replay.terms(batch)
         share = min(SHARE, MOST / max(1, terms)) if self.share is None else self.share
-        share = max(share, min(1.0, FEWEST / max(1, terms)))
-        if share < 1 and 2 * self.replay.terms(batch, share) < share * terms:
-            share = 1.0  # what counts lies elsewhere
+        share = self._counting(batch, max(share, min(1.0, FEWEST / max(1, terms))), terms)
         output, target, moved = self.replay.tangents(batch, directions, share)
         dtype = torch.promote_types(output.dtype, torch.float32)
         output, moved = output.to(dtype), [u.to(dtype) for u in moved]
@@ -430,7 +428,12 @@ class QuadraticModel:
     def _jury(self, batch: Batch) -> float:
         """The share of a minibatch that judges."""
         terms = self.replay.terms(batch)
-        return JUDGES / terms if terms >= 2 * JUDGES else 1.0
+        return self._counting(batch, JUDGES / terms if terms >= 2 * JUDGES else 1.0, terms)
+
+    def _counting(self, batch: Batch, share: float, terms: int) -> float:
+        """A share of a minibatch, or all of it if most of what counts lies elsewhere."""
+        elsewhere = share < 1 and 2 * self.replay.terms(batch, share) < share * terms
+        return 1.0 if elsewhere else share
 
     def _damp(self, damping: float, most: float) -> None:
         """Within the bounds, or up to ``most`` where that is more: beyond them it halves with every good judgement."""

@@ -263,6 +263,8 @@ class Replay:
         """The output of a part as the model is, or ``None`` if it will not run on it."""
         try:
             return self._run(batch, {}, part)
+        except torch.cuda.OutOfMemoryError:
+            raise
         except (RuntimeError, *UNFIT):
             return None
 
@@ -292,7 +294,9 @@ class Replay:
         output, target = batch.reading.of(batch.call.outputs), batch.target
         part = self._part(batch, share)
         if part is not None:
-            output, target = part.rows(output), part.rows(target)
+            # As many rows of the output as there would be, without a copy of them: it is targets that count.
+            output = output[: len(output) // part.samples * part.kept]
+            target = part.rows(target)
         return int(self.criterion.terms(output, target))
 
     def values(self, batch: Batch, start: Direction, share: float = 1.0) -> tuple[Tensor, Tensor]:
@@ -307,7 +311,7 @@ class Replay:
         if part is not None and now is not None:
             target = part.rows(target)
         else:
-            self.divisible = self.divisible and part is None
+            self.divisible = self.divisible if part is None else False
             now, part = batch.reading.of(batch.call.outputs), None
         before = self._run(batch, start, part)
         return self._loss(now, target, {}), self._loss(before, target, start)
@@ -363,16 +367,14 @@ class Replay:
         arguments = batch.call.arguments
         args, kwargs = arguments if part is None else part.of(arguments)
         module, around = self._module, batch.call.around
-        named = module.named_parameters(remove_duplicate=False)
-        given = {name: parameters[p] for name, p in named if p in parameters}
-        given |= {name: b.clone() for name, b in module.named_buffers()}
+        given = _replaced(module, parameters)
         autocast = around.autocast and not full
         with (
             around.again(),
             torch.no_grad(),
             torch.autocast(around.kind, around.dtype, enabled=autocast, cache_enabled=False),
         ):
-            outputs = functional_call(module, given, args, kwargs)
+            outputs = functional_call(module, given, args, kwargs, tie_weights=False)
         return batch.reading.of(list(tensors(outputs)), 1.0 if part is None else part.share)
 
     def _dual(self, batch: Batch, direction: Direction, part: Part | None) -> tuple[Tensor, Tensor]:
@@ -416,6 +418,25 @@ def _plain_kernels() -> Iterator[None]:
             torch.backends.cudnn.flags(enabled=False),
         ):
             yield
+
+
+def _replaced(module: nn.Module, parameters: Direction) -> dict[str, Tensor]:
+    """What stands in for parameters, and a copy of each buffer, at every place where a module has them.
+
+    A module may be at several places itself, and must be told once.
+    """
+    found: dict[str, Tensor] = {}
+    copies: dict[Tensor, Tensor] = {}
+    for prefix, inner in module.named_modules():
+        before = f"{prefix}." if prefix else ""
+        for name, p in inner._parameters.items():
+            if p is not None and p in parameters:
+                found[before + name] = parameters[p]
+        for name, b in inner._buffers.items():
+            if b is not None:
+                copies[b] = copies[b] if b in copies else b.clone()
+                found[before + name] = copies[b]
+    return found
 
 
 def _detached(tree: Any) -> Any:

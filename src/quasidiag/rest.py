@@ -31,17 +31,12 @@ def window(steps: int) -> float:
     return min(max(steps / PART, 1.0), MOST)
 
 
-def displace_(
-    optimizer: Riemannian,
-    parameters: Sequence[Tensor],
-    states: Sequence[dict[str, Any]],
-    moved: Sequence[Tensor],
-) -> None:
+def displace_(optimizer: Riemannian, parameters: Sequence[Tensor], moved: Sequence[Tensor]) -> None:
     """A step moves parameters. One of low precision would not find its way back, and has no other place to be."""
     assert optimizer.auto is not None
     keep = 1 - 1 / window(optimizer.auto.steps + 1)
     still = {p for g in optimizer.param_groups if not float(g["lr"]) for p in g["params"]}
-    going = [x for x in zip(parameters, states, moved) if not still or x[0] not in still]
+    going = [(p, optimizer.state[p], u) for p, u in zip(parameters, moved) if p not in still]
     apart = [(state["apart"], u) for _, state, u in going if "apart" in state]
     if apart:
         torch._foreach_add_([e for e, _ in apart], [u for _, u in apart])

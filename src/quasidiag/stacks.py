@@ -47,7 +47,8 @@ class Stack:
 
     def root(self, state: State) -> Root:
         """The coordinates in which the metric is the identity matrix, kept until it changes."""
-        moments = [m for block in self.blocks for m in block.kept(state) if m is not None]
+        every = [(*block.kept(state), block._shift(state)) for block in self.blocks]
+        moments = [m for kept in every for m in kept if m is not None]
         updates = [(state[block.home]["updates"], block.safeguard) for block in self.blocks]
         now = [*updates, *(m._version for m in moments)]
         kept = self._root
@@ -86,27 +87,28 @@ class Alone(Stack):
 
 
 class Stacks:
-    """All layers of an optimizer, those that are alike together as ``foreach`` says; roots are kept from step to step."""
+    """All layers of an optimizer, those that are alike together; roots are kept from step to step."""
 
-    def __init__(self, foreach: bool | None = None) -> None:
-        self.foreach = foreach
+    def __init__(self) -> None:
         self._kept: dict[tuple[DiagonalBlock, ...], Stack] = {}
         self._asked: dict[tuple[DiagonalBlock, ...], list[Stack]] = {}
 
-    def of(self, blocks: Iterable[DiagonalBlock], state: State) -> list[Stack]:
-        """These layers, each in one stack."""
+    def of(
+        self, blocks: Iterable[DiagonalBlock], state: State, foreach: bool | None = None
+    ) -> list[Stack]:
+        """These layers, each in one stack: alone, with those that are alike, or so if it is not large (``None``)."""
         asked = tuple(blocks)
         if asked not in self._asked:
             alike: dict[Hashable, list[DiagonalBlock]] = {}
             for block in asked:
-                alike.setdefault(self._kind(block, state), []).append(block)
+                alike.setdefault(_key(block, state, foreach), []).append(block)
             self._asked[asked] = [self._stack(tuple(group)) for group in alike.values()]
         return self._asked[asked]
 
     def _stack(self, blocks: tuple[DiagonalBlock, ...]) -> Stack:
         if blocks not in self._kept:
-            kind = Alone if isinstance(blocks[0], UnitwiseBlock) else Stack
-            self._kept[blocks] = kind(blocks)
+            alone = isinstance(blocks[0], UnitwiseBlock)
+            self._kept[blocks] = Alone(blocks) if alone else Stack(blocks)
         return self._kept[blocks]
 
     def sweep(self) -> None:
@@ -115,13 +117,14 @@ class Stacks:
             used = [stack for found in self._asked.values() for stack in found]
             self._kept, self._asked = {tuple(stack.blocks): stack for stack in used}, {}
 
-    def _kind(self, block: DiagonalBlock, state: State) -> Hashable:
-        """Layers of equal kind are alike."""
-        home, alone = block.home, isinstance(block, UnitwiseBlock) or self.foreach is False
-        largest = LARGEST.get(home.device.type, 0)
-        if alone or (self.foreach is None and home.numel() > largest):
-            return block
-        return block.shape, dtype_of(block, state), home.device
+
+def _key(block: DiagonalBlock, state: State, foreach: bool | None) -> Hashable:
+    """Layers of equal keys go together; one that stays alone is its own."""
+    home = block.home
+    large = foreach is None and home.numel() > LARGEST.get(home.device.type, 0)
+    if foreach is False or large or isinstance(block, UnitwiseBlock):
+        return block
+    return block.alike, block.safeguard, dtype_of(block, state), home.device
 
 
 def in_order(

@@ -263,3 +263,27 @@ def test_large_minibatches_are_trained_on_as_ever() -> None:
         values.append(float(value.detach()))
     assert optimizer.auto is not None and optimizer.auto.retreats == 0
     assert values[-1] < 0.3 * values[0]
+
+
+@pytest.mark.parametrize("labelled", [slice(None), slice(1, None, 2), slice(0, None, 2)])
+def test_a_large_minibatch_is_judged_by_what_counts(labelled: slice) -> None:
+    """As the whole would, or by the whole if the samples that are picked do not count."""
+    model, loss = mlp(4, 8, 3), qd.Categorical()
+    optimizer = qd.Riemannian(model, loss, step_every=1)
+    x, t = batch("categorical", 4 * JUDGES, 4, 3)
+    t = torch.full_like(t, -100).index_put((torch.arange(len(t))[labelled],), t[labelled])
+    for _ in range(3):
+        optimizer.zero_grad()
+        loss(model(x), t).backward()
+        optimizer.step()
+    report, quadratic = optimizer.auto, optimizer._model
+    assert report is not None and quadratic is not None
+    found, way = [], {p: optimizer.state[p]["update"] for p in model.parameters()}
+    for most in (JUDGES, 10**9):
+        optimizer.zero_grad()
+        loss(model(x), t).backward()
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr("quasidiag.quadratic.JUDGES", most)
+            assert not quadratic.judge(way)
+        found.append(report.actual)
+    assert found[0] < 0 and found[0] == pytest.approx(found[1], rel=0.1)

@@ -207,6 +207,43 @@ def test_a_step_leaves_buffers_and_random_state_alone(share: float) -> None:
         assert all(torch.equal(b, buffers[name]) for name, b in model.named_buffers())
 
 
+def test_a_module_at_two_places_stays_as_it_is() -> None:
+    """It has its parameters and buffers once, however often it is called."""
+    torch.manual_seed(0)
+    shared, norm = nn.Linear(6, 6), nn.BatchNorm1d(6)
+    model = nn.Sequential(nn.Linear(4, 6), shared, norm, nn.Tanh(), shared, norm, nn.Linear(6, 3))
+    model.double()
+    loss, places = qd.Categorical(), dict(model.named_parameters())
+    optimizer = qd.Riemannian(model, loss)
+    x, t = batch("categorical", 200, 4, 3)
+    for _ in range(8):
+        optimizer.zero_grad()
+        loss(model(x), t).backward()
+        buffers = {name: (b, b.clone()) for name, b in model.named_buffers()}
+        optimizer.step()
+        assert all(p is places[name] for name, p in model.named_parameters())
+        for name, b in model.named_buffers():
+            assert b is buffers[name][0] and torch.equal(b, buffers[name][1])
+
+
+def test_a_device_without_memory_is_not_a_model_that_cannot_be_divided() -> None:
+    model = mlp(4, 6, 3)
+    x, t = batch("categorical", 24, 4, 3)
+    replay = replayed(model, x, t)
+    entry = replay.weighted()[0][1]
+    replay.values(entry, {}, 0.5)
+    assert replay.divisible
+
+    def full(*_: Any) -> None:
+        raise torch.cuda.OutOfMemoryError("CUDA out of memory")
+
+    handle = model.register_forward_pre_hook(full)
+    with pytest.raises(torch.cuda.OutOfMemoryError):
+        replay.values(entry, {}, 0.5)
+    handle.remove()
+    assert replay.divisible
+
+
 def test_the_same_dropout_masks_are_drawn_again() -> None:
     """So that the actual decrease is the loss's, not that of another mask."""
     torch.manual_seed(0)
