@@ -147,7 +147,8 @@ class Categorical(OutputModel):
     def sample(self, output: Tensor, generator: Generator | None = None) -> Tensor:
         # As torch.multinomial draws, the largest p/q, but without its look at the probabilities: that waits for the
         # device, and a non-finite row would abort, on CUDA with the whole context. With many classes memory counts.
-        q = torch.empty_like(output).exponential_(generator=generator)
+        q = torch.empty_like(output, memory_format=torch.contiguous_format)
+        q.exponential_(generator=generator)
         return q.log_().neg_().add_(output).argmax(-1)
 
     def vectors(self, output: Tensor) -> Tensor:
