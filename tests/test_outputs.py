@@ -93,6 +93,8 @@ def test_draws_come_from_the_generator_alone(output: str) -> None:
     assert torch.equal(draws[0], draws[1])
     assert not torch.equal(draws[0], draws[2]) or output == "bernoulli"
     assert torch.equal(before, torch.get_rng_state())
+    turned = y.mT.contiguous().mT  # how it lies in memory is nobody's concern
+    assert torch.equal(model.sample(turned, torch.Generator().manual_seed(1)), draws[0])
 
 
 def test_sequences_of_classes_count_every_target() -> None:
