@@ -292,10 +292,8 @@ class QuadraticModel:
         if not math.isfinite(room):
             return 1.0
         report = self.report
-        most, promise = (
-            max(room, report.unbounded),
-            -0.5 * float(linear @ minimiser(linear, fisher)),
-        )
+        most = max(room, report.unbounded)
+        promise = -0.5 * float(linear @ minimiser(linear, fisher))
         report.unbounded = promise
         return most / promise if 0 < most < promise else 1.0
 

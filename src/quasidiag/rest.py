@@ -19,6 +19,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
+from quasidiag.quadratic import gathered
+
 if TYPE_CHECKING:
     from quasidiag.optimizer import Riemannian
 
@@ -99,11 +101,6 @@ def _of(optimizer: Riemannian, ahead: bool) -> tuple[list[Tensor], list[dict[str
 
 def _changed(data: list[Tensor], states: list[dict[str, Any]]) -> list[dict[str, Any]]:
     """Those that are not as they were left. Their norm tells: what is written into ``data`` leaves no other trace."""
-    now = _together(torch._foreach_norm(data))
-    left = now == _together([state["norm"] for state in states])
-    return [state for state, same in zip(states, left.tolist()) if not same]
-
-
-def _together(norms: Sequence[Tensor]) -> Tensor:
-    """As one, or a device would be waited for as often as there are parameters."""
-    return torch.stack([norm.to(norms[0].device) for norm in norms]).double()
+    norms = gathered([*torch._foreach_norm(data), *(state["norm"] for state in states)])
+    now, left = norms.view(2, -1).tolist()
+    return [state for state, a, b in zip(states, now, left) if a != b]
