@@ -223,8 +223,12 @@ class Collector:
             self._record(call.module, a, self._squared(delta, scale))
 
     def _share(self, seen: Seen, call: Call, scale: float | Tensor) -> tuple[Call, float | Tensor]:
-        """The share of the samples that enters the metric, each counted for as many more."""
-        if self.fraction == 1 and self.sharing == "expand":
+        """The share of the samples that enters the metric, each counted for as many more.
+
+        Of a table all: it costs next to nothing, and positions, looked up once for every sample, are not samples.
+        """
+        table = isinstance(call.module, nn.Embedding)
+        if self.sharing == "expand" and (self.fraction == 1 or table):
             return call, scale
         self._check_batch(seen, call)
         samples = len(call.a)

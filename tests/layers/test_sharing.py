@@ -219,6 +219,27 @@ def test_a_batch_that_is_not_first_is_told_before_anything_moves(kind: str) -> N
     assert all(torch.equal(a, b) for a, b in zip(before, model.parameters(), strict=True))
 
 
+@pytest.mark.parametrize("times", [4, 5])
+def test_positions_are_no_samples(times: int) -> None:
+    """A table that is looked up once for all samples has a metric for all of its rows, whatever the share."""
+
+    class Places(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.place, self.out = nn.Embedding(times, 3), nn.Linear(3, 3)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.out(x + self.place(torch.arange(times)))
+
+    model, loss = Places(), qd.Categorical()
+    for metric in ("outer-product", "exact"):
+        with qd.Riemannian(model, loss, lr=0.1, metric=metric, metric_fraction=0.5) as optimizer:
+            loss(model(torch.randn(4, times, 3)), torch.randint(3, (4, times))).backward()
+            optimizer.step()
+            moments = optimizer.moments(model.place)
+            assert moments.mii is not None and bool((moments.mii > 0).all())
+
+
 def test_arguments() -> None:
     with pytest.raises(ValueError, match="sharing must be one of"):
         qd.QDOP(nn.Linear(2, 2), lr=0.1, sharing="all")
