@@ -21,6 +21,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from quasidiag import kernels
 from quasidiag.blocks import DiagonalBlock, State
 from quasidiag.stacks import Stack
 from quasidiag.together import SMALL
@@ -130,7 +131,7 @@ def factor(u: Tensor) -> Tensor:
     padded = u if size * groups == units else F.pad(u, (0, 0, 0, size * groups - units))
     orthogonal = _polar(padded.view(-1, size, inputs)).reshape(layers, -1, inputs)[:, :units]
     lengths = torch.linalg.vector_norm(orthogonal, dim=-1, keepdim=True)
-    return orthogonal / lengths.clamp_min(FADED)
+    return orthogonal.div_(lengths.clamp_min_(FADED))
 
 
 class Kind(NamedTuple):
@@ -187,7 +188,10 @@ def _rooms(kinds: tuple[Kind, ...]) -> list[list[int]]:
 
 
 def _polar(matrices: Tensor) -> Tensor:
-    return newton_schulz(matrices) if matrices.is_cuda else by_gram(matrices)
+    if matrices.is_cuda:
+        return newton_schulz(matrices)
+    found = kernels.polar(matrices, QUINTICS, MARGIN)
+    return by_gram(matrices) if found is None else found
 
 
 def _length(u: Tensor) -> float:

@@ -30,7 +30,6 @@ from collections.abc import Mapping, Sequence
 from statistics import median_high
 from typing import TYPE_CHECKING, Any
 
-import torch
 from torch import Tensor
 
 from quasidiag.blocks import DiagonalBlock
@@ -91,7 +90,7 @@ def shares(
     for stack in stacks:
         rows = stack.rows([steps[block] for block in stack.blocks])
         if rows[-1].shape[-1] + len(rows) - 1 < min(rows[-1].shape[-2], WIDE + 1):
-            asked[stack] = share(stack.root(state).coordinates(rows))
+            asked[stack] = share(stack.root(state).lengths(rows))
     if not asked:
         return {}
     blocks = [block for stack in asked for block in stack.blocks]
@@ -99,9 +98,8 @@ def shares(
     return dict(zip(blocks, mean(found, ranks).tolist()))
 
 
-def share(rows: Tensor) -> Tensor:
-    """Of the rows, ``[..., units, inputs]``, which part is not much shorter than usual."""
-    squares = torch.linalg.vector_norm(rows, dim=-1).square()
+def share(squares: Tensor) -> Tensor:
+    """Of units whose steps have these squared lengths, ``[..., units]``: the part that is not much shorter than usual."""
     usual = squares.mean(-1, keepdim=True)
     return (squares / (HALF * usual)).nan_to_num(1.0).clamp_max(1.0).mean(-1)
 

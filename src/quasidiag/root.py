@@ -17,6 +17,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from quasidiag import kernels
 from quasidiag.reductions import varies
 
 
@@ -35,6 +36,9 @@ class Root(NamedTuple):
 
     def gradient(self, v: Sequence[Tensor]) -> Tensor:
         r"""The coordinates of a gradient, :math:`A^{-⊤} v`, as ``[..., units, (1 +) inputs]``, the bias first."""
+        u = kernels.coordinates(v, *self)
+        if u is not None:
+            return u
         if self.bias is None:
             return v[-1] * self.scale
         u, u0, ui = self._room(v[-1])
@@ -48,6 +52,9 @@ class Root(NamedTuple):
 
     def step(self, u: Tensor) -> list[Tensor]:
         r"""The step with the coordinates ``u``, :math:`A^{-1} u`."""
+        w = kernels.step(u, *self)
+        if w is not None:
+            return w
         if self.bias is None:
             return [u * self.scale]
         w0, wi = u[..., 0] * self.bias, u[..., 1:] * self.scale
@@ -63,6 +70,11 @@ class Root(NamedTuple):
         torch.mul(w0, _inverse(self.bias), out=u0)
         return u
 
+    def lengths(self, w: Sequence[Tensor]) -> Tensor:
+        r"""The squares of these lengths, unit by unit: :math:`‖A w‖^2`, ``[..., units]``."""
+        found = kernels.lengths(w, *self)
+        return self.coordinates(w).square().sum(-1) if found is None else found
+
     @staticmethod
     def _room(rows: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """For coordinates, and the parts of them that belong to the bias and to the inputs."""
@@ -77,6 +89,9 @@ def diagonal(m00: Tensor | None, mii: Tensor) -> Root:
 
 def quasi_diagonal(m00: Tensor, m0i: Tensor, mii: Tensor, shift: Tensor | None) -> Root:
     """Of moments that were measured from ``shift`` (see :func:`quasidiag.reductions.quasi_diagonal`)."""
+    found = kernels.root(m00, m0i, mii, shift)
+    if found is not None:
+        return Root(*found)
     mean = m0i * _inverse(m00).unsqueeze(-1)
     variance = torch.addcmul(mii, mean, m0i, value=-1)
     variance = torch.where(varies(m00, mii, variance, mii, shift), variance, 0.0)

@@ -61,6 +61,8 @@ class Stack:
     def forms(self, state: State, steps: Sequence[Sequence[Sequence[Tensor]]]) -> Tensor:
         r"""The products of steps in the metric, :math:`w^⊤ M w'`, of each with each: ``[layers, steps, steps]``."""
         root = self.root(state)
+        if len(steps) == 1:
+            return root.lengths(self.rows(steps[0])).sum(-1).view(-1, 1, 1)
         us = [root.coordinates(self.rows(step)).flatten(1) for step in steps]
         return torch.stack([torch.stack([_dots(u, v) for v in us], 1) for u in us], 1)
 
@@ -68,10 +70,9 @@ class Stack:
         r"""How long the weights are in the metric, on the average unit: :math:`\sum_i σ_i^2 w_i^2`; 0 if there are none."""
         if self.blocks[0].weight is None:
             return torch.zeros(len(self.blocks), device=self.blocks[0].home.device)
-        scale = self.root(state).scale
-        weights = [[cast(p.detach(), scale.dtype) for p in b.parameters] for b in self.blocks]
-        rows = self.rows(weights)[-1]
-        return torch.where(scale > 0, rows / scale, 0.0).square().sum(-1).mean(-1)
+        root = Root(None, None, self.root(state).scale)
+        weights = [[cast(p.detach(), root.scale.dtype) for p in b.parameters] for b in self.blocks]
+        return root.lengths(self.rows(weights)[-1:]).mean(-1)
 
 
 class Alone(Stack):

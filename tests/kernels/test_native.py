@@ -11,10 +11,11 @@ import pytest
 import torch
 from torch import Tensor
 
-from quasidiag import kernels, moments, reductions
+from quasidiag import kernels, moments, orthogonal, reductions
 from quasidiag.kernels import Squares, native
 from quasidiag.kernels.rule import Rule
 from quasidiag.moments import Moments
+from quasidiag.root import Root, quasi_diagonal
 
 pytestmark = pytest.mark.skipif(native.library() is None, reason="no C compiler")
 
@@ -247,6 +248,10 @@ def test_threads_change_no_bit(threads: int) -> None:
             a, weights = torch.rand(300, N), torch.rand(300, units)
             assert products_(Moments(*into), a, weights, b["shift"], 0.5, 0.5)
             found += into
+        if native.vectors():
+            orthogonal_ = native.polar(b["vi"].unsqueeze(0), orthogonal.QUINTICS, orthogonal.MARGIN)
+            assert orthogonal_ is not None
+            found.append(orthogonal_)
         return found
 
     before = torch.get_num_threads()
@@ -259,6 +264,85 @@ def test_threads_change_no_bit(threads: int) -> None:
     finally:
         torch.set_num_threads(before)
     assert all(torch.equal(x, y) for x, y in zip(*found, strict=True))
+
+
+@pytest.mark.parametrize("shifted", [True, False])
+def test_root(shifted: bool) -> None:
+    layers = [block(seed, shifted) for seed in range(2)]
+    m00, m0i, mii, shift = (
+        torch.stack([b[key] for b in layers]) for key in ("m00", "m0i", "mii", "shift")
+    )
+    where = shift.unsqueeze(1) if shifted else None
+    got = native.root(m00, m0i, mii, where)
+    exact = None if where is None else where.double()
+    want = quasi_diagonal(m00.double(), m0i.double(), mii.double(), exact)
+    assert got is not None
+    for found, expected in zip(got, want, strict=True):
+        assert expected is not None
+        part = slice(4, None) if expected.dim() == 3 else slice(None)  # input 3 varies by rounding
+        close = {"rtol": 2e-3, "atol": 1e-5}
+        torch.testing.assert_close(found.double()[..., part], expected[..., part], **close)
+    assert not got[2][:, 5].any() and (not shifted or not got[2][..., 3].any())
+
+
+@pytest.mark.parametrize("kept", ["all", "no row", "no bias"])
+def test_coordinates_and_back(kept: str) -> None:
+    g = torch.Generator().manual_seed(0)
+    bias, v0 = torch.rand(2, ROWS, generator=g), torch.randn(2, ROWS, generator=g)
+    mean, vi = (torch.randn(2, ROWS, N, generator=g) for _ in range(2))
+    scale = torch.rand(2, ROWS, N, generator=g)
+    scale[0, 3], bias[1, 5] = 0.0, 0.0  # what has never varied, or acted
+    root = Root(None if kept == "no bias" else bias, mean if kept == "all" else None, scale)
+    double = Root(*(None if t is None else t.double() for t in root))
+    v = [vi] if kept == "no bias" else [v0, vi]
+    u = native.coordinates(v, *root)
+    assert u is not None
+    want = double.gradient([t.double() for t in v])
+    torch.testing.assert_close(u.double(), want, rtol=1e-5, atol=1e-5)
+    w = native.step(u, *root)
+    assert w is not None
+    for got, expected in zip(w, double.step(u.double()), strict=True):
+        torch.testing.assert_close(got.double(), expected, rtol=1e-4, atol=1e-3)
+    lengths = native.lengths(w, *root)
+    assert lengths is not None
+    exact = double.coordinates([t.double() for t in w]).square().sum(-1)
+    torch.testing.assert_close(lengths.double(), exact, rtol=1e-4, atol=1e-6)
+
+
+POLAR = [
+    (1, 8, 8),
+    (2, 30, 50),
+    (2, 1, 70),
+    (3, 41, 9),
+    (1, 257, 300),
+    (1, 300, 257),
+    (5, 160, 785),
+]
+
+
+@pytest.mark.skipif(not native.vectors(), reason="not for this processor")
+@pytest.mark.parametrize("shape", POLAR, ids=str)
+@pytest.mark.parametrize("size", [1.0, 1e-25, 1e25])
+def test_polar(shape: tuple[int, int, int], size: float, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(native, "LEAST", 0)
+    x = torch.randn(shape, generator=torch.Generator().manual_seed(0))
+    x[..., 0] *= 30  # a strong direction, as gradients have
+    x[0, -1] = 0.0  # a unit without a gradient
+    got = native.polar(x * size, orthogonal.QUINTICS, orthogonal.MARGIN)
+    want = orthogonal.by_gram(x.double())
+    assert got is not None
+    assert (got - want).norm() < 1e-4 * want.norm()
+
+
+@pytest.mark.skipif(not native.vectors(), reason="not for this processor")
+def test_polar_of_more_than_fits_at_once_and_of_zeros() -> None:
+    x = torch.randn(31, 33, 4100, generator=torch.Generator().manual_seed(0))
+    x[7] = 0.0
+    got = native.polar(x, orthogonal.QUINTICS, orthogonal.MARGIN)
+    assert got is not None and not got[7].any()
+    for one, of in zip(got, x):
+        alone = native.polar(of.unsqueeze(0), orthogonal.QUINTICS, orthogonal.MARGIN)
+        assert alone is not None and torch.equal(one, alone[0])
 
 
 @pytest.mark.parametrize("bad", [None, torch.inf, -torch.inf, torch.nan])

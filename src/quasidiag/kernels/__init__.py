@@ -125,6 +125,35 @@ def weaken_(w: Tensor, slope: Tensor) -> None:
         torch.hardshrink(w, moments.smallest(w.dtype), out=w)
 
 
+def root(
+    m00: Tensor, m0i: Tensor, mii: Tensor, shift: Tensor | None
+) -> tuple[Tensor, Tensor, Tensor] | None:
+    """``root.quasi_diagonal``, or ``None`` where no kernel can."""
+    return None if mii.is_cuda else native.root(m00, m0i, mii, shift)
+
+
+def coordinates(
+    v: Tensors, bias: Tensor | None, mean: Tensor | None, scale: Tensor
+) -> Tensor | None:
+    """``Root.gradient``, or ``None`` where no kernel can."""
+    return None if scale.is_cuda else native.coordinates(v, bias, mean, scale)
+
+
+def step(u: Tensor, bias: Tensor | None, mean: Tensor | None, scale: Tensor) -> list[Tensor] | None:
+    """``Root.step``, or ``None`` where no kernel can."""
+    return None if scale.is_cuda else native.step(u, bias, mean, scale)
+
+
+def lengths(w: Tensors, bias: Tensor | None, mean: Tensor | None, scale: Tensor) -> Tensor | None:
+    """``Root.lengths``, or ``None`` where no kernel can."""
+    return None if scale.is_cuda else native.lengths(w, bias, mean, scale)
+
+
+def polar(matrices: Tensor, quintics: Sequence[Sequence[float]], margin: float) -> Tensor | None:
+    """``orthogonal.by_gram``, or ``None`` where no kernel can."""
+    return None if matrices.is_cuda else native.polar(matrices, quintics, margin)
+
+
 def finite(tensors: Sequence[Any]) -> bool | None:
     """Whether all numbers are finite, or ``None`` where no kernel can say (or it is not tensors)."""
     return native.finite(tensors)
@@ -135,10 +164,15 @@ __all__ = [
     "Squares",
     "accumulate_",
     "advance_",
+    "coordinates",
     "diagonal",
     "finite",
+    "lengths",
+    "polar",
     "quasi_diagonal",
+    "root",
     "square",
     "squares",
+    "step",
     "weaken_",
 ]

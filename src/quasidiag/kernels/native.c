@@ -3,10 +3,25 @@
  * Compiled at first use by native.py; the oracles are quasidiag.reductions and quasidiag.moments.
  * Rows are shared among the threads that torch is allowed; nothing is allocated but one row of scratch a thread.
  */
+#include <math.h>
 #include <stdint.h>
 #include <stdlib.h>
 
 #include "native.h"
+
+/* Room is kept for the next call: new memory costs a page fault every 4 KiB. */
+static room *kept = NULL;
+
+room *borrow(size_t size) {
+    room *mine = __atomic_exchange_n(&kept, NULL, __ATOMIC_ACQ_REL);
+    if (mine && mine->size >= size) return mine;
+    free(mine);
+    mine = aligned_alloc(64, sizeof(room) + parts(size, 16) * 64);
+    if (mine) mine->size = size;
+    return mine;
+}
+
+void give_back(room *mine) { free(__atomic_exchange_n(&kept, mine, __ATOMIC_ACQ_REL)); }
 
 /* Algorithm 1 and what follows it, for every unit of a layer. Any of wi, buffers and thetas may be NULL. */
 void qd_quasi_diagonal(int64_t rows, int64_t n, const float *m00, const float *m0i, const float *mii,
@@ -49,6 +64,104 @@ void qd_diagonal(int64_t count, const int64_t *sizes, const float *const *ms, co
                 divide(size, m + start, v + start, out, r);
                 apply(size, out, buffers ? buffers[k] + start : NULL, thetas ? thetas[k] + start : NULL, r);
             }
+        }
+        restore(before);
+    }
+}
+
+/* The root of a metric (quasidiag.root.quasi_diagonal), of `units` units in every layer, each with a shift of its own. */
+void qd_root(int64_t rows, int64_t n, int64_t units, const float *m00, const float *m0i, const float *mii,
+             const float *shift, float *bias, float *mean, float *scale, int threads) {
+#pragma omp parallel num_threads(worth(rows * n, threads))
+    {
+        const unsigned before = flush_denormals();
+#pragma omp for schedule(static)
+        for (int64_t k = 0; k < rows; k++) {
+            const float *row = m0i + k * n, *square = mii + k * n, *c = shift ? shift + k / units * n : NULL;
+            const float inverse = m00[k] > 0 ? 1 / m00[k] : 0;
+            float *mu = mean + k * n, *s = scale + k * n;
+            bias[k] = m00[k] > 0 ? 1 / sqrtf(m00[k]) : 0;
+#pragma omp simd
+            for (int64_t i = 0; i < n; i++) {
+                const float at = row[i] * inverse, variance = square[i] - at * row[i], uc = c ? UNIT * c[i] : 0;
+                const int alive = (variance > UNIT * square[i]) & ((c == NULL) | (square[i] > m00[k] * (uc * uc)));
+                mu[i] = c ? at + c[i] : at;
+                s[i] = alive ? 1 / sqrtf(variance) : 0;
+            }
+        }
+        restore(before);
+    }
+}
+
+/* u <- A^{-T} v of every unit, the bias first (quasidiag.root). There is no v0 and no bias, or neither mean nor a row. */
+void qd_coordinates(int64_t rows, int64_t n, const float *v0, const float *vi, const float *bias, const float *mean,
+                    const float *scale, float *u, int threads) {
+    const int64_t first = bias != NULL;
+#pragma omp parallel num_threads(worth(rows * n, threads))
+    {
+        const unsigned before = flush_denormals();
+#pragma omp for schedule(static)
+        for (int64_t k = 0; k < rows; k++) {
+            const float *v = vi + k * n, *mu = mean ? mean + k * n : NULL, *s = scale + k * n, by = mu ? v0[k] : 0;
+            float *out = u + k * (n + first) + first;
+            if (first) out[-1] = v0[k] * bias[k];
+            if (mu)
+#pragma omp simd
+                for (int64_t i = 0; i < n; i++) out[i] = (v[i] - mu[i] * by) * s[i];
+            else
+#pragma omp simd
+                for (int64_t i = 0; i < n; i++) out[i] = v[i] * s[i];
+        }
+        restore(before);
+    }
+}
+
+/* w <- A^{-1} u, back again. */
+void qd_step(int64_t rows, int64_t n, const float *u, const float *bias, const float *mean, const float *scale,
+             float *w0, float *wi, int threads) {
+    const int64_t first = bias != NULL;
+#pragma omp parallel num_threads(worth(rows * n, threads))
+    {
+        const unsigned before = flush_denormals();
+#pragma omp for schedule(static)
+        for (int64_t k = 0; k < rows; k++) {
+            const float *in = u + k * (n + first) + first, *mu = mean ? mean + k * n : NULL, *s = scale + k * n;
+            float *w = wi + k * n, sum = 0;
+            if (mu)
+#pragma omp simd reduction(+ : sum)
+                for (int64_t i = 0; i < n; i++) {
+                    w[i] = in[i] * s[i];
+                    sum += mu[i] * w[i];
+                }
+            else
+#pragma omp simd
+                for (int64_t i = 0; i < n; i++) w[i] = in[i] * s[i];
+            if (first) w0[k] = in[-1] * bias[k] - sum;
+        }
+        restore(before);
+    }
+}
+
+/* The squared length of every unit's w in the metric, |A w|^2. */
+void qd_lengths(int64_t rows, int64_t n, const float *w0, const float *wi, const float *bias, const float *mean,
+                const float *scale, float *lengths, int threads) {
+#pragma omp parallel num_threads(worth(rows * n, threads))
+    {
+        const unsigned before = flush_denormals();
+#pragma omp for schedule(static)
+        for (int64_t k = 0; k < rows; k++) {
+            const float *w = wi + k * n, *mu = mean ? mean + k * n : NULL, *s = scale + k * n;
+            float sum = 0, along = 0;
+#pragma omp simd reduction(+ : sum)
+            for (int64_t i = 0; i < n; i++) {
+                const float u = s[i] > 0 ? w[i] / s[i] : 0.0f;
+                sum += u * u;
+            }
+            if (mu)
+#pragma omp simd reduction(+ : along)
+                for (int64_t i = 0; i < n; i++) along += mu[i] * w[i];
+            const float u0 = bias && bias[k] > 0 ? (w0[k] + along) / bias[k] : 0.0f;
+            lengths[k] = sum + u0 * u0;
         }
         restore(before);
     }

@@ -1,4 +1,5 @@
 /* What the compiled kernels have in common. */
+#include <stddef.h>
 #include <stdint.h>
 #ifdef __SSE2__
 #include <immintrin.h>
@@ -44,6 +45,20 @@ static inline int team(void) {
 
 /* How many threads so many numbers are worth: one, where waking another takes longer than the work. */
 static inline int worth(int64_t numbers, int threads) { return numbers < 16384 ? 1 : threads; }
+
+static inline int64_t least(int64_t x, int64_t y) { return x < y ? x : y; }
+
+static inline int64_t parts(int64_t whole, int64_t part) { return (whole + part - 1) / part; }
+
+/* Room for numbers that are packed. */
+typedef struct {
+    size_t size;
+    float numbers[] __attribute__((aligned(64)));
+} room;
+
+/* native.c; NULL where there is none. */
+room *borrow(size_t size);
+void give_back(room *mine);
 
 /* What turns a gradient into a step (quasidiag.kernels.rule). */
 typedef struct {

@@ -52,6 +52,11 @@ _SIGNATURES: dict[str, list[Any]] = {
     "qd_weaken": [_SIZE, _POINTER, _FLOAT, _POINTER],
     "qd_centre": [_SIZE, _SIZE, *[_POINTER] * 4],
     "qd_finite": [_SIZE, *[_POINTER] * 3],
+    "qd_root": [_SIZE, _SIZE, _SIZE, *[_POINTER] * 7],
+    "qd_coordinates": [_SIZE, _SIZE, *[_POINTER] * 6],
+    "qd_lengths": [_SIZE, _SIZE, *[_POINTER] * 6],
+    "qd_step": [_SIZE, _SIZE, *[_POINTER] * 6],
+    "qd_polar": [*[_SIZE] * 5, *[_POINTER] * 3, _SIZE, _FLOAT],
     "qd_products": [_SIZE, _SIZE, _SIZE, *[_POINTER] * 6, *[_FLOAT] * 4, *[_POINTER] * 4, _Rule],
 }
 
@@ -79,10 +84,16 @@ def multiplies() -> bool:
     return torch.backends.cpu.get_cpu_capability() == "AVX2"
 
 
+@functools.cache
+def vectors() -> bool:
+    """Whether ``polar.c`` is for this processor."""
+    return torch.backends.cpu.get_cpu_capability() in _FLAGS
+
+
 def _build(compiler: str) -> Path:
     """The shared library for this processor, from the cache if it is there."""
     folder = Path(__file__).parent
-    sources = [folder / "native.c", folder / "products.c"]
+    sources = [folder / f"{name}.c" for name in ("native", "polar", "products")]
     capability = torch.backends.cpu.get_cpu_capability()
     flags = ["-O3", "-fopenmp", "-ffp-contract=fast", "-fno-math-errno", "-fno-trapping-math"]
     flags += ["-fPIC", *_FLAGS.get(capability, [])]
@@ -97,7 +108,7 @@ def _build(compiler: str) -> Path:
             built, objects = Path(scratch) / name, [f"{path.stem}.o" for path in sources]
             for command in (
                 ["-c", *flags, *map(str, sources)],
-                ["-shared", *objects, runtime, "-o", name],
+                ["-shared", *objects, runtime, "-lm", "-o", name],
             ):
                 subprocess.run(
                     [compiler, *command], check=True, capture_output=True, timeout=60, cwd=scratch
@@ -224,6 +235,68 @@ def products_(
     factors, plain = (keep, gain, scale, SMALLEST), _Rule(*map(float, rule or Rule()))
     sizes = (*a.shape, w.shape[1])
     return bool(_call("qd_products", *sizes, *numbers, *factors, *following, plain))
+
+
+def root(
+    m00: Tensor, m0i: Tensor, mii: Tensor, shift: Tensor | None
+) -> tuple[Tensor, Tensor, Tensor] | None:
+    """``root.quasi_diagonal``, of ``mii: [..., units, n]``."""
+    if not usable(mii.numel(), m00, m0i, mii, shift):
+        return None
+    units, n = mii.shape[-2:]
+    found = torch.empty_like(m00), torch.empty_like(mii), torch.empty_like(mii)
+    _call("qd_root", m00.numel(), n, units, *map(_pointer, (m00, m0i, mii, shift, *found)))
+    return found
+
+
+def coordinates(
+    v: Sequence[Tensor], bias: Tensor | None, mean: Tensor | None, scale: Tensor
+) -> Tensor | None:
+    """``Root.gradient``."""
+    if not usable(scale.numel(), *v, bias, mean, scale):
+        return None
+    n = scale.shape[-1]
+    u = torch.empty(*scale.shape[:-1], n + (bias is not None))
+    v0 = None if bias is None else v[0]
+    _call(
+        "qd_coordinates", scale.numel() // n, n, *map(_pointer, (v0, v[-1], bias, mean, scale, u))
+    )
+    return u
+
+
+def step(u: Tensor, bias: Tensor | None, mean: Tensor | None, scale: Tensor) -> list[Tensor] | None:
+    """``Root.step``."""
+    if not usable(scale.numel(), u, bias, mean, scale):
+        return None
+    n = scale.shape[-1]
+    w0, wi = None if bias is None else torch.empty_like(bias), torch.empty_like(scale)
+    _call("qd_step", scale.numel() // n, n, *map(_pointer, (u, bias, mean, scale, w0, wi)))
+    return [wi] if w0 is None else [w0, wi]
+
+
+def lengths(
+    w: Sequence[Tensor], bias: Tensor | None, mean: Tensor | None, scale: Tensor
+) -> Tensor | None:
+    """``Root.lengths``."""
+    if not usable(scale.numel(), *w, bias, mean, scale):
+        return None
+    n, found = scale.shape[-1], torch.empty(scale.shape[:-1])
+    w0 = None if bias is None else w[0]
+    numbers = map(_pointer, (w0, w[-1], bias, mean, scale, found))
+    _call("qd_lengths", found.numel(), n, *numbers)
+    return found
+
+
+def polar(matrices: Tensor, quintics: Sequence[Sequence[float]], margin: float) -> Tensor | None:
+    """``orthogonal.by_gram`` of ``matrices: [count, rows, columns]``."""
+    if not vectors() or not usable(matrices.numel(), matrices):
+        return None
+    count, rows, columns = matrices.shape
+    sides = (columns, rows, 1, columns) if rows > columns else (rows, columns, columns, 1)
+    numbers, out = [c for quintic in quintics for c in quintic], torch.empty_like(matrices)
+    polynomials = (ctypes.c_float * len(numbers))(*numbers)
+    arrays = (_pointer(matrices), _pointer(out), ctypes.addressof(polynomials))
+    return out if _call("qd_polar", count, *sides, *arrays, len(quintics), margin) else None
 
 
 def finite(numbers: Sequence[Any]) -> bool | None:

@@ -9,7 +9,6 @@
  * result stays in registers while the samples go by. Every number is summed in the same order on any number of threads.
  */
 #include <stdint.h>
-#include <stdlib.h>
 #include <string.h>
 
 #include "native.h"
@@ -30,10 +29,6 @@ typedef struct {
     float *theta0, *thetai;
     rule r;
 } problem;
-
-static inline int64_t least(int64_t x, int64_t y) { return x < y ? x : y; }
-
-static inline int64_t parts(int64_t whole, int64_t part) { return (whole + part - 1) / part; }
 
 /* One tile: c <- beta c + gain x^T y, of `k` samples. Only `units` x `inputs` of it exist. Not inlined, because there
  * the compiler may run out of registers, which halves the speed. */
@@ -161,25 +156,6 @@ static void group(const problem *p, int64_t start, int64_t k, int64_t first, int
         descend(p, first * UNITS, least(p->units, last * UNITS), column + left * INPUTS,
                 least(p->n, column + right * INPUTS));
 }
-
-/* Room for what is packed. It is kept for the next call: new memory costs a page fault every 4 KiB. */
-typedef struct {
-    size_t size;
-    float numbers[] __attribute__((aligned(64)));
-} room;
-
-static room *kept = NULL;
-
-static room *borrow(size_t size) {
-    room *mine = __atomic_exchange_n(&kept, NULL, __ATOMIC_ACQ_REL);
-    if (mine && mine->size >= size) return mine;
-    free(mine);
-    mine = aligned_alloc(64, sizeof(room) + parts(size, 16) * 64);
-    if (mine) mine->size = size;
-    return mine;
-}
-
-static void give_back(room *mine) { free(__atomic_exchange_n(&kept, mine, __ATOMIC_ACQ_REL)); }
 
 /* m00, m0i, shift and what follows the moments may be NULL; a step with m0i needs the shift. Returns 0 and does nothing if there is no room for what is
  * packed. */
