@@ -33,6 +33,8 @@ Moved = tuple[Tensor, Tensor, list[Tensor]]
 
 #: From here on a power of two that a loss is multiplied by is a gradient scaler's, which is gone from the gradients.
 SCALER = 32.0
+#: So many numbers of a minibatch's outputs become float64 at a time on a CPU: new memory costs more than arithmetic.
+AT_ONCE = 2**16
 #: What a model says, besides a ``RuntimeError``, of an input that does not fit.
 UNFIT = ValueError, IndexError, TypeError
 
@@ -317,11 +319,22 @@ class Replay:
         return self._loss(now, target, {}), self._loss(before, target, start)
 
     def _loss(self, output: Tensor, target: Tensor, parameters: Direction) -> Tensor:
+        """On a CPU a part of the samples at a time, each counting for as many terms as it has."""
         named = self.criterion.named_parameters()
         own = {name: parameters.get(p, p).detach().double() for name, p in named}
-        target = target.double() if target.is_floating_point() else target
-        with torch.no_grad():
-            return functional_call(self.criterion, own, (output.detach().double(), target))
+
+        def loss(y: Tensor, t: Tensor) -> Tensor:
+            t = t.double() if t.is_floating_point() else t
+            with torch.no_grad():
+                return functional_call(self.criterion, own, (y.detach().double(), t))
+
+        rows = AT_ONCE // max(1, output[0].numel())
+        if output.is_cuda or not 0 < rows < len(output) == len(target):
+            return loss(output, target)
+        parts = [*zip(output.split(rows), target.split(rows))]
+        terms = [float(self.criterion.terms(y, t)) for y, t in parts]
+        found = [loss(y, t) * n for n, (y, t) in zip(terms, parts) if n]
+        return torch.stack(found).sum() / sum(terms) if found else loss(output, target)
 
     def loss(self) -> float:
         """What the minibatches of this step came to."""

@@ -295,3 +295,26 @@ def test_a_large_minibatch_is_judged_by_what_counts(labelled: slice) -> None:
             assert not quadratic.judge(way)
         found.append(report.actual)
     assert found[0] < 0 and found[0] == pytest.approx(found[1], rel=0.1)
+
+
+@pytest.mark.parametrize("kind", ["ignored", "learned"])
+def test_a_loss_is_the_same_part_by_part(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Parts in which nothing counts included."""
+    x, t = batch("categorical", 50, 4, 3)
+    t[20:35] = -100
+    loss: Any = qd.Categorical() if kind == "ignored" else qd.LearnedGaussian(3)
+    target = t if kind == "ignored" else torch.rand(50, 3, dtype=x.dtype)
+    model = mlp(4, 8, 3)
+    optimizer = qd.Riemannian(model, loss, step_every=1)
+    train(optimizer, x, target, 3)
+    report, quadratic = optimizer.auto, optimizer._model
+    assert report is not None and quadratic is not None
+    way = {p: optimizer.state[p]["update"] for p in optimizer._group}
+    found = []
+    for most in (10**9, 3 * 7, 3):
+        monkeypatch.setattr("quasidiag.replay.AT_ONCE", most)
+        optimizer.zero_grad()
+        loss(model(x), target).backward()
+        quadratic.judge(way)
+        found.append(report.actual)
+    assert found[0] != 0 and found[1:] == pytest.approx([found[0]] * 2, rel=1e-9)
