@@ -23,6 +23,7 @@ from torch.nn import functional as F
 
 from quasidiag import kernels
 from quasidiag.blocks import DiagonalBlock, State
+from quasidiag.root import Root
 from quasidiag.stacks import Stack
 from quasidiag.together import SMALL
 
@@ -124,14 +125,22 @@ def factor(u: Tensor) -> Tensor:
     Units are of length one: each in a wide layer, in others on the average.
     """
     layers, units, inputs = u.shape
-    if min(units, inputs) <= WIDE:
-        return _polar(u) * _length(u)
-    groups = math.ceil(units / GROUP)
+    if not _wide(units, inputs):
+        return _polar(u) * _length(units, inputs)
+    groups = _groups(units)
     size = math.ceil(units / groups)
     padded = u if size * groups == units else F.pad(u, (0, 0, 0, size * groups - units))
     orthogonal = _polar(padded.view(-1, size, inputs)).reshape(layers, -1, inputs)[:, :units]
     lengths = torch.linalg.vector_norm(orthogonal, dim=-1, keepdim=True)
-    return orthogonal.div_(lengths.clamp_min_(FADED))
+    return orthogonal / lengths.clamp_min(FADED)
+
+
+def _wide(units: int, inputs: int) -> bool:
+    return min(units, inputs) > WIDE
+
+
+def _groups(units: int) -> int:
+    return math.ceil(units / GROUP)
 
 
 class Kind(NamedTuple):
@@ -165,7 +174,7 @@ def factors(us: Sequence[Tensor]) -> list[Tensor]:
         for x, part in zip(flat, room.split(layers)):
             part[:, : x.shape[1], : x.shape[2]] = x
         for i, x, o in zip(batch, flat, _polar(room).split(layers)):
-            o = o[:, : x.shape[1], : x.shape[2]] * _length(us[i])
+            o = o[:, : x.shape[1], : x.shape[2]] * _length(*us[i].shape[1:])
             found[i] = o if x is us[i] else o.mT
     return [found[i] for i in range(len(us))]
 
@@ -188,15 +197,12 @@ def _rooms(kinds: tuple[Kind, ...]) -> list[list[int]]:
 
 
 def _polar(matrices: Tensor) -> Tensor:
-    if matrices.is_cuda:
-        return newton_schulz(matrices)
-    found = kernels.polar(matrices, QUINTICS, MARGIN)
-    return by_gram(matrices) if found is None else found
+    return newton_schulz(matrices) if matrices.is_cuda else by_gram(matrices)
 
 
-def _length(u: Tensor) -> float:
+def _length(units: int, inputs: int) -> float:
     """Of each row of orthogonal columns, on the average, for rows of length one."""
-    return math.sqrt(max(1.0, u.shape[-2] / u.shape[-1]))
+    return math.sqrt(max(1.0, units / inputs))
 
 
 def steps(
@@ -210,15 +216,30 @@ def steps(
     Those that are no matrix take :math:`A^{-1} u`, for gradients with the coordinates :math:`u`, of the same length.
     """
     found: dict[DiagonalBlock, list[Tensor]] = {}
-    roots = [stack.root(state) for stack in stacks]
-    us = [r.gradient(s.rows([gradients[b] for b in s.blocks])) for r, s in zip(roots, stacks)]
-    matrices = [i for i, stack in enumerate(stacks) if stack.blocks[0].mixes]
-    given = [us[i] for i in matrices]
-    equal = dict(zip(matrices, factors(given) if batch else map(factor, given)))
-    for i, (stack, root, u) in enumerate(zip(stacks, roots, us)):
-        u = equal[i] if i in equal else _of_length(u, len(stack.blocks[0].parameters[0]))
+    left: list[tuple[Stack, Root, Tensor]] = []
+    for stack in stacks:
+        root, v = stack.root(state), stack.rows([gradients[block] for block in stack.blocks])
+        w = _at_once(root, v) if stack.blocks[0].mixes else None
+        if w is None:
+            left.append((stack, root, root.gradient(v)))
+        else:
+            found |= zip(stack.blocks, stack.like(w))
+    matrices = [u for stack, _, u in left if stack.blocks[0].mixes]
+    equal = iter(factors(matrices) if batch else map(factor, matrices))
+    for stack, root, u in left:
+        mixes, units = stack.blocks[0].mixes, len(stack.blocks[0].parameters[0])
+        u = next(equal) if mixes else _of_length(u, units)
         found |= zip(stack.blocks, stack.like(root.step(u)))
     return found
+
+
+def _at_once(root: Root, v: Sequence[Tensor]) -> list[Tensor] | None:
+    """The steps of matrices, by a kernel where there is one."""
+    units, inputs = root.scale.shape[-2], root.scale.shape[-1] + len(v) - 1
+    wide = _wide(units, inputs)
+    groups, shortest = (_groups(units), FADED) if wide else (1, 0.0)
+    by = 1.0 if wide else _length(units, inputs)
+    return kernels.direction(v, root, QUINTICS, MARGIN, groups, shortest, by)
 
 
 def _of_length(u: Tensor, units: int) -> Tensor:

@@ -36,9 +36,6 @@ class Root(NamedTuple):
 
     def gradient(self, v: Sequence[Tensor]) -> Tensor:
         r"""The coordinates of a gradient, :math:`A^{-⊤} v`, as ``[..., units, (1 +) inputs]``, the bias first."""
-        u = kernels.coordinates(v, *self)
-        if u is not None:
-            return u
         if self.bias is None:
             return v[-1] * self.scale
         u, u0, ui = self._room(v[-1])
@@ -52,9 +49,6 @@ class Root(NamedTuple):
 
     def step(self, u: Tensor) -> list[Tensor]:
         r"""The step with the coordinates ``u``, :math:`A^{-1} u`."""
-        w = kernels.step(u, *self)
-        if w is not None:
-            return w
         if self.bias is None:
             return [u * self.scale]
         w0, wi = u[..., 0] * self.bias, u[..., 1:] * self.scale

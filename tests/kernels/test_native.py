@@ -15,6 +15,7 @@ from quasidiag import kernels, moments, orthogonal, reductions
 from quasidiag.kernels import Squares, native
 from quasidiag.kernels.rule import Rule
 from quasidiag.moments import Moments
+from quasidiag.orthogonal import MARGIN, QUINTICS
 from quasidiag.root import Root, quasi_diagonal
 
 pytestmark = pytest.mark.skipif(native.library() is None, reason="no C compiler")
@@ -41,6 +42,11 @@ def block(seed: int = 0, shifted: bool = True) -> dict[str, Tensor]:
     }
 
 
+def moments_(b: dict[str, Tensor]) -> list[Tensor]:
+    """As of one layer among several."""
+    return [b[key].unsqueeze(0) for key in ("m00", "m0i", "mii")]
+
+
 def oracle(b: dict[str, Tensor], eps: float, floor: float, shifted: bool) -> tuple[Tensor, Tensor]:
     d = {name: t.double() for name, t in b.items()}
     shift = d.pop("shift")
@@ -53,8 +59,8 @@ def test_quasi_diagonal_solve(shifted: bool, eps: float, floor: float) -> None:
     b = block(shifted=shifted)
     w = (torch.full((ROWS,), torch.nan), torch.full((ROWS, N), torch.nan))
     shift = b["shift"] if shifted else None
-    moments_ = [b[name] for name in ("m00", "m0i", "mii", "v0", "vi")]
-    assert native.quasi_diagonal(*moments_, shift, Rule(eps=eps, floor=floor), w=w)
+    five = [b[name] for name in ("m00", "m0i", "mii", "v0", "vi")]
+    assert native.quasi_diagonal(*five, shift, Rule(eps=eps, floor=floor), w=w)
     for got, want in zip(w, oracle(b, eps, floor, shifted)):
         assert (got - want).norm() < 1e-4 * want.norm()
 
@@ -67,8 +73,8 @@ def test_quasi_diagonal_step_with_momentum_and_decay() -> None:
         for _ in range(2)
     )
     thetas, buffers = tuple(t.float() for t in theta), tuple(t.float() for t in buffer)
-    moments_ = [b[name] for name in ("m00", "m0i", "mii", "v0", "vi")]
-    assert native.quasi_diagonal(*moments_, b["shift"], rule, buffers=buffers, thetas=thetas)
+    five = [b[name] for name in ("m00", "m0i", "mii", "v0", "vi")]
+    assert native.quasi_diagonal(*five, b["shift"], rule, buffers=buffers, thetas=thetas)
     b["v0"], b["vi"] = -0.5 * b["v0"], -0.5 * b["vi"]
     for i, w in enumerate(oracle(b, 1e-3, 1e-3, True)):
         want = 0.7 * buffer[i] + w
@@ -80,8 +86,8 @@ def test_quasi_diagonal_step_with_momentum_and_decay() -> None:
 def test_quasi_diagonal_gives_no_step_where_nothing_varies() -> None:
     b = block()
     w = (torch.empty(ROWS), torch.empty(ROWS, N))
-    moments_ = [b[name] for name in ("m00", "m0i", "mii", "v0", "vi")]
-    assert native.quasi_diagonal(*moments_, b["shift"], Rule(eps=0.0, floor=0.0), w=w)
+    five = [b[name] for name in ("m00", "m0i", "mii", "v0", "vi")]
+    assert native.quasi_diagonal(*five, b["shift"], Rule(eps=0.0, floor=0.0), w=w)
     assert (w[1][:, 3] == 0).all()
     assert (w[1][5] == 0).all() and w[0][5] == 0
 
@@ -249,9 +255,13 @@ def test_threads_change_no_bit(threads: int) -> None:
             assert products_(Moments(*into), a, weights, b["shift"], 0.5, 0.5)
             found += into
         if native.vectors():
-            orthogonal_ = native.polar(b["vi"].unsqueeze(0), orthogonal.QUINTICS, orthogonal.MARGIN)
-            assert orthogonal_ is not None
-            found.append(orthogonal_)
+            v, root = (
+                [b["v0"].unsqueeze(0), b["vi"].unsqueeze(0)],
+                quasi_diagonal(*moments_(b), None),
+            )
+            step = native.direction(v, root, QUINTICS, MARGIN, 3, 1e-3, 1.0)
+            assert step is not None
+            found += step
         return found
 
     before = torch.get_num_threads()
@@ -285,64 +295,67 @@ def test_root(shifted: bool) -> None:
     assert not got[2][:, 5].any() and (not shifted or not got[2][..., 3].any())
 
 
+def a_root(kept: str, layers: int, units: int, n: int) -> Root:
+    g = torch.Generator().manual_seed(1)
+    bias, scale = torch.rand(layers, units, generator=g), torch.rand(layers, units, n, generator=g)
+    mean = torch.randn(layers, units, n, generator=g)
+    if n > 3:
+        scale[0, :, 3] = 0.0  # an input that has never varied
+    return Root(None if kept == "no bias" else bias, mean if kept == "all" else None, scale)
+
+
 @pytest.mark.parametrize("kept", ["all", "no row", "no bias"])
-def test_coordinates_and_back(kept: str) -> None:
-    g = torch.Generator().manual_seed(0)
-    bias, v0 = torch.rand(2, ROWS, generator=g), torch.randn(2, ROWS, generator=g)
-    mean, vi = (torch.randn(2, ROWS, N, generator=g) for _ in range(2))
-    scale = torch.rand(2, ROWS, N, generator=g)
-    scale[0, 3], bias[1, 5] = 0.0, 0.0  # what has never varied, or acted
-    root = Root(None if kept == "no bias" else bias, mean if kept == "all" else None, scale)
+def test_lengths(kept: str) -> None:
+    root = a_root(kept, 2, ROWS, N)
     double = Root(*(None if t is None else t.double() for t in root))
-    v = [vi] if kept == "no bias" else [v0, vi]
-    u = native.coordinates(v, *root)
-    assert u is not None
-    want = double.gradient([t.double() for t in v])
-    torch.testing.assert_close(u.double(), want, rtol=1e-5, atol=1e-5)
-    w = native.step(u, *root)
-    assert w is not None
-    for got, expected in zip(w, double.step(u.double()), strict=True):
-        torch.testing.assert_close(got.double(), expected, rtol=1e-4, atol=1e-3)
-    lengths = native.lengths(w, *root)
-    assert lengths is not None
-    exact = double.coordinates([t.double() for t in w]).square().sum(-1)
-    torch.testing.assert_close(lengths.double(), exact, rtol=1e-4, atol=1e-6)
-
-
-POLAR = [
-    (1, 8, 8),
-    (2, 30, 50),
-    (2, 1, 70),
-    (3, 41, 9),
-    (1, 257, 300),
-    (1, 300, 257),
-    (5, 160, 785),
-]
-
-
-@pytest.mark.skipif(not native.vectors(), reason="not for this processor")
-@pytest.mark.parametrize("shape", POLAR, ids=str)
-@pytest.mark.parametrize("size", [1.0, 1e-25, 1e25])
-def test_polar(shape: tuple[int, int, int], size: float, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(native, "LEAST", 0)
-    x = torch.randn(shape, generator=torch.Generator().manual_seed(0))
-    x[..., 0] *= 30  # a strong direction, as gradients have
-    x[0, -1] = 0.0  # a unit without a gradient
-    got = native.polar(x * size, orthogonal.QUINTICS, orthogonal.MARGIN)
-    want = orthogonal.by_gram(x.double())
+    w = [torch.randn(2, ROWS), torch.randn(2, ROWS, N)][-1 if kept == "no bias" else 0 :]
+    got = native.lengths(w, *root)
     assert got is not None
-    assert (got - want).norm() < 1e-4 * want.norm()
+    exact = double.coordinates([t.double() for t in w]).square().sum(-1)
+    torch.testing.assert_close(got.double(), exact, rtol=1e-4, atol=1e-6)
+
+
+SHAPES = [(1, 8, 8), (2, 30, 50), (2, 1, 70), (1, 70, 1), (3, 41, 9), (1, 257, 300), (1, 300, 257)]
+
+
+def gradient(shape: tuple[int, int, int], kept: str = "all") -> list[Tensor]:
+    v = torch.randn(shape, generator=torch.Generator().manual_seed(0))
+    v[..., 0] *= 30  # a strong direction, as gradients have
+    v[0, -1] = 0.0  # a unit without a gradient
+    return [v] if kept == "no bias" else [v.mean(-1), v]
+
+
+def exactly(v: list[Tensor], root: Root) -> list[Tensor]:
+    """By the plain code, in float64."""
+    double = Root(*(None if t is None else t.double() for t in root))
+    u = orthogonal.factor(double.gradient([t.double() for t in v]))
+    return double.step(u)
 
 
 @pytest.mark.skipif(not native.vectors(), reason="not for this processor")
-def test_polar_of_more_than_fits_at_once_and_of_zeros() -> None:
-    x = torch.randn(31, 33, 4100, generator=torch.Generator().manual_seed(0))
-    x[7] = 0.0
-    got = native.polar(x, orthogonal.QUINTICS, orthogonal.MARGIN)
-    assert got is not None and not got[7].any()
-    for one, of in zip(got, x):
-        alone = native.polar(of.unsqueeze(0), orthogonal.QUINTICS, orthogonal.MARGIN)
-        assert alone is not None and torch.equal(one, alone[0])
+@pytest.mark.parametrize("kept", ["all", "no row", "no bias"])
+@pytest.mark.parametrize("shape", [*SHAPES, (2, 801, 784)], ids=str)
+@pytest.mark.parametrize("size", [1.0, 1e-25, 1e25])
+def test_direction(shape: tuple[int, int, int], kept: str, size: float) -> None:
+    v, root = gradient(shape, kept), a_root(kept, *shape)
+    got = orthogonal._at_once(root, [size * x for x in v])
+    assert got is not None
+    for found, want in zip(got, exactly(v, root), strict=True):
+        assert (found - want).norm() <= 2e-4 * want.norm()
+
+
+@pytest.mark.skipif(not native.vectors(), reason="not for this processor")
+def test_directions_of_more_than_fits_at_once_and_of_zeros() -> None:
+    v = gradient((31, 33, 4100))
+    v[0][7], v[1][7] = 0.0, 0.0
+    root = a_root("all", 31, 33, 4100)
+    got = native.direction(v, root, QUINTICS, MARGIN, 1, 0.0, 1.0)
+    assert got is not None and not got[1][7].any()
+    for i in range(31):
+        alone = [x[i : i + 1] for x in v], [None if x is None else x[i : i + 1] for x in root]
+        one = native.direction(*alone, QUINTICS, MARGIN, 1, 0.0, 1.0)
+        assert one is not None
+        assert all(torch.equal(x[i], y[0]) for x, y in zip(got, one, strict=True))
 
 
 @pytest.mark.parametrize("bad", [None, torch.inf, -torch.inf, torch.nan])

@@ -132,26 +132,27 @@ def root(
     return None if mii.is_cuda else native.root(m00, m0i, mii, shift)
 
 
-def coordinates(
-    v: Tensors, bias: Tensor | None, mean: Tensor | None, scale: Tensor
-) -> Tensor | None:
-    """``Root.gradient``, or ``None`` where no kernel can."""
-    return None if scale.is_cuda else native.coordinates(v, bias, mean, scale)
-
-
-def step(u: Tensor, bias: Tensor | None, mean: Tensor | None, scale: Tensor) -> list[Tensor] | None:
-    """``Root.step``, or ``None`` where no kernel can."""
-    return None if scale.is_cuda else native.step(u, bias, mean, scale)
-
-
 def lengths(w: Tensors, bias: Tensor | None, mean: Tensor | None, scale: Tensor) -> Tensor | None:
     """``Root.lengths``, or ``None`` where no kernel can."""
     return None if scale.is_cuda else native.lengths(w, bias, mean, scale)
 
 
-def polar(matrices: Tensor, quintics: Sequence[Sequence[float]], margin: float) -> Tensor | None:
-    """``orthogonal.by_gram``, or ``None`` where no kernel can."""
-    return None if matrices.is_cuda else native.polar(matrices, quintics, margin)
+def direction(
+    v: Tensors,
+    root: Sequence[Tensor | None],
+    quintics: Sequence[Sequence[float]],
+    margin: float,
+    groups: int = 1,
+    shortest: float = 0.0,
+    by: float = 1.0,
+) -> list[Tensor] | None:
+    """The step of :func:`quasidiag.orthogonal.steps` for layers of one shape, or ``None`` where no kernel can.
+
+    By groups of units; each brought to length one, unless it is shorter than ``shortest``, or else ``by`` times as long.
+    """
+    if v[-1].is_cuda:
+        return None
+    return native.direction(v, root, quintics, margin, groups, shortest, by)
 
 
 def finite(tensors: Sequence[Any]) -> bool | None:
@@ -164,15 +165,13 @@ __all__ = [
     "Squares",
     "accumulate_",
     "advance_",
-    "coordinates",
     "diagonal",
+    "direction",
     "finite",
     "lengths",
-    "polar",
     "quasi_diagonal",
     "root",
     "square",
     "squares",
-    "step",
     "weaken_",
 ]

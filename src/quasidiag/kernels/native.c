@@ -93,55 +93,6 @@ void qd_root(int64_t rows, int64_t n, int64_t units, const float *m00, const flo
     }
 }
 
-/* u <- A^{-T} v of every unit, the bias first (quasidiag.root). There is no v0 and no bias, or neither mean nor a row. */
-void qd_coordinates(int64_t rows, int64_t n, const float *v0, const float *vi, const float *bias, const float *mean,
-                    const float *scale, float *u, int threads) {
-    const int64_t first = bias != NULL;
-#pragma omp parallel num_threads(worth(rows * n, threads))
-    {
-        const unsigned before = flush_denormals();
-#pragma omp for schedule(static)
-        for (int64_t k = 0; k < rows; k++) {
-            const float *v = vi + k * n, *mu = mean ? mean + k * n : NULL, *s = scale + k * n, by = mu ? v0[k] : 0;
-            float *out = u + k * (n + first) + first;
-            if (first) out[-1] = v0[k] * bias[k];
-            if (mu)
-#pragma omp simd
-                for (int64_t i = 0; i < n; i++) out[i] = (v[i] - mu[i] * by) * s[i];
-            else
-#pragma omp simd
-                for (int64_t i = 0; i < n; i++) out[i] = v[i] * s[i];
-        }
-        restore(before);
-    }
-}
-
-/* w <- A^{-1} u, back again. */
-void qd_step(int64_t rows, int64_t n, const float *u, const float *bias, const float *mean, const float *scale,
-             float *w0, float *wi, int threads) {
-    const int64_t first = bias != NULL;
-#pragma omp parallel num_threads(worth(rows * n, threads))
-    {
-        const unsigned before = flush_denormals();
-#pragma omp for schedule(static)
-        for (int64_t k = 0; k < rows; k++) {
-            const float *in = u + k * (n + first) + first, *mu = mean ? mean + k * n : NULL, *s = scale + k * n;
-            float *w = wi + k * n, sum = 0;
-            if (mu)
-#pragma omp simd reduction(+ : sum)
-                for (int64_t i = 0; i < n; i++) {
-                    w[i] = in[i] * s[i];
-                    sum += mu[i] * w[i];
-                }
-            else
-#pragma omp simd
-                for (int64_t i = 0; i < n; i++) w[i] = in[i] * s[i];
-            if (first) w0[k] = in[-1] * bias[k] - sum;
-        }
-        restore(before);
-    }
-}
-
 /* The squared length of every unit's w in the metric, |A w|^2. */
 void qd_lengths(int64_t rows, int64_t n, const float *w0, const float *wi, const float *bias, const float *mean,
                 const float *scale, float *lengths, int threads) {

@@ -29,7 +29,7 @@ from quasidiag.kernels.squares import Squares
 from quasidiag.moments import Moments, smallest
 
 SMALLEST = smallest(torch.float32)
-#: Layers smaller than this are not worth a compiler.
+#: Layers smaller than this are not worth a compiler, unless there are many calls to be saved.
 LEAST = 4_096
 
 _PLAIN = (Tensor, torch.nn.Parameter)
@@ -53,10 +53,8 @@ _SIGNATURES: dict[str, list[Any]] = {
     "qd_centre": [_SIZE, _SIZE, *[_POINTER] * 4],
     "qd_finite": [_SIZE, *[_POINTER] * 3],
     "qd_root": [_SIZE, _SIZE, _SIZE, *[_POINTER] * 7],
-    "qd_coordinates": [_SIZE, _SIZE, *[_POINTER] * 6],
     "qd_lengths": [_SIZE, _SIZE, *[_POINTER] * 6],
-    "qd_step": [_SIZE, _SIZE, *[_POINTER] * 6],
-    "qd_polar": [*[_SIZE] * 5, *[_POINTER] * 3, _SIZE, _FLOAT],
+    "qd_direction": [*[_SIZE] * 4, *[_POINTER] * 8, _SIZE, *[_FLOAT] * 3],
     "qd_products": [_SIZE, _SIZE, _SIZE, *[_POINTER] * 6, *[_FLOAT] * 4, *[_POINTER] * 4, _Rule],
 }
 
@@ -86,14 +84,14 @@ def multiplies() -> bool:
 
 @functools.cache
 def vectors() -> bool:
-    """Whether ``polar.c`` is for this processor."""
+    """Whether ``direction.c`` is for this processor."""
     return torch.backends.cpu.get_cpu_capability() in _FLAGS
 
 
 def _build(compiler: str) -> Path:
     """The shared library for this processor, from the cache if it is there."""
     folder = Path(__file__).parent
-    sources = [folder / f"{name}.c" for name in ("native", "polar", "products")]
+    sources = [folder / f"{name}.c" for name in ("native", "direction", "products")]
     capability = torch.backends.cpu.get_cpu_capability()
     flags = ["-O3", "-fopenmp", "-ffp-contract=fast", "-fno-math-errno", "-fno-trapping-math"]
     flags += ["-fPIC", *_FLAGS.get(capability, [])]
@@ -241,7 +239,7 @@ def root(
     m00: Tensor, m0i: Tensor, mii: Tensor, shift: Tensor | None
 ) -> tuple[Tensor, Tensor, Tensor] | None:
     """``root.quasi_diagonal``, of ``mii: [..., units, n]``."""
-    if not usable(mii.numel(), m00, m0i, mii, shift):
+    if not usable(LEAST, m00, m0i, mii, shift):
         return None
     units, n = mii.shape[-2:]
     found = torch.empty_like(m00), torch.empty_like(mii), torch.empty_like(mii)
@@ -249,36 +247,11 @@ def root(
     return found
 
 
-def coordinates(
-    v: Sequence[Tensor], bias: Tensor | None, mean: Tensor | None, scale: Tensor
-) -> Tensor | None:
-    """``Root.gradient``."""
-    if not usable(scale.numel(), *v, bias, mean, scale):
-        return None
-    n = scale.shape[-1]
-    u = torch.empty(*scale.shape[:-1], n + (bias is not None))
-    v0 = None if bias is None else v[0]
-    _call(
-        "qd_coordinates", scale.numel() // n, n, *map(_pointer, (v0, v[-1], bias, mean, scale, u))
-    )
-    return u
-
-
-def step(u: Tensor, bias: Tensor | None, mean: Tensor | None, scale: Tensor) -> list[Tensor] | None:
-    """``Root.step``."""
-    if not usable(scale.numel(), u, bias, mean, scale):
-        return None
-    n = scale.shape[-1]
-    w0, wi = None if bias is None else torch.empty_like(bias), torch.empty_like(scale)
-    _call("qd_step", scale.numel() // n, n, *map(_pointer, (u, bias, mean, scale, w0, wi)))
-    return [wi] if w0 is None else [w0, wi]
-
-
 def lengths(
     w: Sequence[Tensor], bias: Tensor | None, mean: Tensor | None, scale: Tensor
 ) -> Tensor | None:
     """``Root.lengths``."""
-    if not usable(scale.numel(), *w, bias, mean, scale):
+    if not usable(LEAST, *w, bias, mean, scale):
         return None
     n, found = scale.shape[-1], torch.empty(scale.shape[:-1])
     w0 = None if bias is None else w[0]
@@ -287,16 +260,24 @@ def lengths(
     return found
 
 
-def polar(matrices: Tensor, quintics: Sequence[Sequence[float]], margin: float) -> Tensor | None:
-    """``orthogonal.by_gram`` of ``matrices: [count, rows, columns]``."""
-    if not vectors() or not usable(matrices.numel(), matrices):
+def direction(
+    v: Sequence[Tensor],
+    root: Sequence[Tensor | None],
+    quintics: Sequence[Sequence[float]],
+    margin: float,
+    groups: int,
+    shortest: float,
+    by: float,
+) -> list[Tensor] | None:
+    """The direction of layers alike, ``v: [layers, units(, inputs)]``; see ``orthogonal``."""
+    if not vectors() or not usable(LEAST, *v, *root):
         return None
-    count, rows, columns = matrices.shape
-    sides = (columns, rows, 1, columns) if rows > columns else (rows, columns, columns, 1)
-    numbers, out = [c for quintic in quintics for c in quintic], torch.empty_like(matrices)
-    polynomials = (ctypes.c_float * len(numbers))(*numbers)
-    arrays = (_pointer(matrices), _pointer(out), ctypes.addressof(polynomials))
-    return out if _call("qd_polar", count, *sides, *arrays, len(quintics), margin) else None
+    w, none = [torch.empty_like(x) for x in v], [None] * (2 - len(v))
+    layers, units, n = v[-1].shape
+    arrays = map(_pointer, (*none, *v, *root, *none, *w))
+    polynomials = _floats(tuple(c for quintic in quintics for c in quintic))
+    numbers = ctypes.addressof(polynomials), len(quintics), margin, shortest, by
+    return w if _call("qd_direction", layers, units, n, groups, *arrays, *numbers) else None
 
 
 def finite(numbers: Sequence[Any]) -> bool | None:
@@ -326,6 +307,11 @@ def _pointer(tensor: Tensor | None) -> int | None:
 
 def _pointers(tensors: Sequence[Tensor]) -> ctypes.Array[ctypes.c_void_p]:
     return (ctypes.c_void_p * len(tensors))(*(t.data_ptr() for t in tensors))
+
+
+@functools.lru_cache(8)
+def _floats(numbers: tuple[float, ...]) -> ctypes.Array[ctypes.c_float]:
+    return (ctypes.c_float * len(numbers))(*numbers)
 
 
 def _sizes(sizes: Sequence[int]) -> ctypes.Array[ctypes.c_int64]:

@@ -1,4 +1,6 @@
-/* Orthogonal factors by Newton-Schulz on Gram matrices (quasidiag.orthogonal.by_gram is the oracle):
+/* A layer's direction, A^{-1} P Q^T for a gradient with the coordinates P S Q^T (quasidiag.orthogonal, quasidiag.root).
+ *
+ * The orthogonal factor comes by Newton-Schulz on the Gram matrix (by_gram is the oracle):
  *
  *     G = X X^T,   P_k = a_k + b_k G_k + c_k G_k^2,   G_{k+1} = G_k P_k^2,   P Q^T = P_4 P_3 P_2 P_1 X.
  *
@@ -31,9 +33,8 @@ typedef struct {
  * columns that fill panels; their rows lie `stride` apart: not a power of two, which few lines of a cache could hold. */
 typedef struct {
     int64_t count, g, n, row, column; /* the last two: how far apart a matrix's rows and columns lie */
-    int64_t panels, side, stride, size;
-    const float *x;
-    float *packed, *gram, *p, *product, *spare, *most, *bound;
+    int64_t panels, side, stride, size, each; /* the last: numbers that a matrix takes */
+    float *x, *packed, *gram, *p, *product, *spare, *most, *bound;
 } problem;
 
 /* t <- (more: t +) x^T y, of `k` rows each. Not inlined, because there the compiler may run out of registers. */
@@ -186,14 +187,15 @@ static void begin(const problem *m, const float *polynomial, float margin) {
     }
 }
 
-/* out <- (product) X. */
-static void finish(const problem *m, float *out) {
+/* X <- (product) X. */
+static void finish(const problem *m) {
     const int64_t panels = parts(m->n, WIDTH), depth = parts(m->g, parts(m->g, DEPTH));
 #pragma omp for schedule(dynamic)
     for (int64_t i = 0; i < m->count * panels; i++) {
         const int64_t which = i / panels, first = i % panels * WIDTH, there = least(WIDTH, m->n - first);
         const int64_t at = which * m->g * m->n + first * m->column;
-        const float *x = m->x + at, by = scale(m, which) / sqrtf(m->bound[which]);
+        float *x = m->x + at;
+        const float by = scale(m, which) / sqrtf(m->bound[which]);
         tile tiles[parts(m->g, ROWS)];
         float panel[DEPTH * WIDTH] __attribute__((aligned(64)));
         for (int64_t s = 0; s < m->g; s += depth) {
@@ -205,7 +207,7 @@ static void finish(const problem *m, float *out) {
         }
         for (int64_t r = 0; r < m->g; r++) {
             const float *row = tiles[r / ROWS].of[r % ROWS];
-            float *to = out + at + r * m->row;
+            float *to = x + r * m->row;
             if (m->column == 1)
                 memcpy(to, row, there * sizeof(float));
             else
@@ -214,44 +216,117 @@ static void finish(const problem *m, float *out) {
     }
 }
 
-/* Returns 0 and does nothing if there is no room. A matrix's rows are g, and lie `row` apart; its columns `column`. */
-int qd_polar(int64_t count, int64_t g, int64_t n, int64_t row, int64_t column, const float *x, float *out,
-             const float *polynomials, int64_t iterations, float margin, int threads) {
-    const int64_t panels = parts(g, WIDTH), side = parts(g, ROWS) * ROWS;
-    const int64_t stride = (panels * WIDTH / LINE | 1) * LINE, size = side * stride;
-    const int64_t each = n * stride + 4 * size + parts(panels + 1, LINE) * LINE;
-    const int64_t many = least(count, each < AT_ONCE ? AT_ONCE / each : 1);
-    room *mine = borrow(many * each);
+/* Of each matrix, how many numbers it takes to make it orthogonal. */
+static problem plan(int64_t g, int64_t n, int64_t row, int64_t column) {
+    problem m = {.g = g, .n = n, .row = row, .column = column, .panels = parts(g, WIDTH)};
+    m.side = parts(g, ROWS) * ROWS;
+    m.stride = (m.panels * WIDTH / LINE | 1) * LINE;
+    m.size = m.side * m.stride;
+    m.each = n * m.stride + 4 * m.size + parts(m.panels + 1, LINE) * LINE;
+    return m;
+}
+
+/* x <- P Q^T of `count` matrices, as many at once as there is room for. For all threads of a team together. */
+static void orthogonalise(problem m, int64_t count, int64_t many, float *x, float *room, const float *polynomials,
+                          int64_t iterations, float margin) {
+    for (int64_t start = 0; start < count; start += many) {
+        m.count = least(many, count - start);
+        m.x = x + start * m.g * m.n;
+        m.packed = room;
+        m.gram = m.packed + m.count * m.n * m.stride;
+        m.p = m.gram + m.count * m.size;
+        m.product = m.p + m.count * m.size;
+        m.spare = m.product + m.count * m.size;
+        m.most = m.spare + m.count * m.size;
+        m.bound = m.most + m.count * m.panels;
+        look(&m);
+        pack(&m);
+        products(&m, m.n, m.n * m.stride, m.packed, m.packed, m.gram, NULL);
+        products(&m, m.side, m.size, m.gram, m.gram, m.spare, NULL);
+        begin(&m, polynomials, margin);
+        for (int64_t k = 1; k < iterations; k++) {
+            float *product = m.product;
+            products(&m, m.side, m.size, m.gram, m.p, m.spare, NULL);
+            products(&m, m.side, m.size, m.spare, m.p, m.gram, NULL);
+            products(&m, m.side, m.size, m.gram, m.gram, m.p, polynomials + 3 * k);
+            products(&m, m.side, m.size, m.p, m.product, m.spare, NULL);
+            m.product = m.spare;
+            m.spare = product;
+        }
+        finish(&m);
+    }
+}
+
+/* A layer's units and inputs, and the root of its metric; what a unit does not have is NULL. */
+typedef struct {
+    int64_t units, n, first; /* where its inputs begin among its coordinates: behind the bias, if there is one */
+    const float *bias, *mean, *scale;
+} root;
+
+/* u <- A^{-T} v of unit k. */
+static void coordinates(const root *a, int64_t k, const float *v0, const float *vi, float *u) {
+    const float *v = vi + k * a->n, *s = a->scale + k * a->n, *mu = a->mean ? a->mean + k * a->n : NULL;
+    float *to = u + a->first;
+    if (a->first) *u = v0[k] * a->bias[k];
+    if (mu) {
+        const float by = v0[k];
+#pragma omp simd
+        for (int64_t i = 0; i < a->n; i++) to[i] = (v[i] - mu[i] * by) * s[i];
+    } else
+#pragma omp simd
+        for (int64_t i = 0; i < a->n; i++) to[i] = v[i] * s[i];
+}
+
+/* w <- A^{-1} u of unit k, with u brought to length one unless it is shorter than `shortest`, or `by` times as long. */
+static void back(const root *a, int64_t k, const float *u, float shortest, float by, float *w0, float *wi) {
+    const float *from = u + a->first, *s = a->scale + k * a->n, *mu = a->mean ? a->mean + k * a->n : NULL;
+    float *w = wi + k * a->n, sum = 0;
+    if (shortest > 0) {
+#pragma omp simd reduction(+ : sum)
+        for (int64_t i = 0; i < a->n + a->first; i++) sum += u[i] * u[i];
+        const float length = sqrtf(sum);
+        by = 1 / (length > shortest ? length : shortest);
+        sum = 0;
+    }
+    if (mu)
+#pragma omp simd reduction(+ : sum)
+        for (int64_t i = 0; i < a->n; i++) {
+            w[i] = by * from[i] * s[i];
+            sum += mu[i] * w[i];
+        }
+    else
+#pragma omp simd
+        for (int64_t i = 0; i < a->n; i++) w[i] = by * from[i] * s[i];
+    if (a->first) w0[k] = by * *u * a->bias[k] - sum;
+}
+
+/* Of `layers` layers that are alike, by `groups` groups of units each. Returns 0 and does nothing if there is no room. */
+int qd_direction(int64_t layers, int64_t units, int64_t n, int64_t groups, const float *v0, const float *vi,
+                 const float *bias, const float *mean, const float *scale, float *w0, float *wi,
+                 const float *polynomials, int64_t iterations, float margin, float shortest, float by, int threads) {
+    const root a = {units, n, bias != NULL, bias, mean, scale};
+    const int64_t size = parts(units, groups), inputs = n + a.first, all = groups * size, count = layers * groups;
+    const problem m = size > inputs ? plan(inputs, size, 1, inputs) : plan(size, inputs, inputs, 1);
+    const int64_t many = least(count, m.each < AT_ONCE ? AT_ONCE / m.each : 1);
+    const int64_t own = parts(layers * all * inputs, LINE) * LINE;
+    room *mine = borrow(own + many * m.each);
     if (!mine) return 0;
-#pragma omp parallel num_threads(worth(count * g * n, threads))
+    float *u = mine->numbers;
+#pragma omp parallel num_threads(worth(layers * all * inputs, threads))
     {
         const unsigned before = flush_denormals();
-        for (int64_t start = 0; start < count; start += many) {
-            const int64_t here = least(many, count - start);
-            problem m = {here, g, n, row, column, panels, side, stride, size, x + start * g * n};
-            m.packed = mine->numbers;
-            m.gram = m.packed + here * n * stride;
-            m.p = m.gram + here * size;
-            m.product = m.p + here * size;
-            m.spare = m.product + here * size;
-            m.most = m.spare + here * size;
-            m.bound = m.most + here * panels;
-            look(&m);
-            pack(&m);
-            products(&m, n, n * stride, m.packed, m.packed, m.gram, NULL);
-            products(&m, side, size, m.gram, m.gram, m.spare, NULL);
-            begin(&m, polynomials, margin);
-            for (int64_t k = 1; k < iterations; k++) {
-                float *product = m.product;
-                products(&m, side, size, m.gram, m.p, m.spare, NULL);
-                products(&m, side, size, m.spare, m.p, m.gram, NULL);
-                products(&m, side, size, m.gram, m.gram, m.p, polynomials + 3 * k);
-                products(&m, side, size, m.p, m.product, m.spare, NULL);
-                m.product = m.spare;
-                m.spare = product;
-            }
-            finish(&m, out + start * g * n);
+#pragma omp for schedule(static)
+        for (int64_t i = 0; i < layers * all; i++) {
+            const int64_t layer = i / all, k = i % all;
+            if (k < units)
+                coordinates(&a, layer * units + k, v0, vi, u + i * inputs);
+            else
+                memset(u + i * inputs, 0, inputs * sizeof(float));
         }
+        orthogonalise(m, count, many, u, u + own, polynomials, iterations, margin);
+#pragma omp for schedule(static)
+        for (int64_t i = 0; i < layers * units; i++)
+            back(&a, i, u + (i / units * all + i % units) * inputs, shortest, by, w0, wi);
         restore(before);
     }
     give_back(mine);
