@@ -69,7 +69,7 @@ class Riemannian(Saved):
         sharing: what a layer that is applied at several positions of a sample counts (:mod:`quasidiag.sharing`):
             ``"expand"`` each position as one more occurrence, ``"exact"`` the gradient of the whole sample,
             ``"reduce"`` one position with the average activity.
-        metric_fraction: the share of each minibatch that enters the metric.
+        metric_fraction: the share of each minibatch that enters the metric; of lookup tables all of it does.
         step_fraction: the share of each minibatch on which ``step="auto"`` measures its quadratic model, 128 terms of
             its loss at least; by default a half, and of no more than 2,048 terms.
         step_every: it does so every so many steps, by default every sixth.

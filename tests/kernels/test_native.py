@@ -5,12 +5,14 @@ from __future__ import annotations
 import multiprocessing
 import subprocess
 import sys
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 
+import quasidiag as qd
 from quasidiag import kernels, moments, orthogonal, reductions
 from quasidiag.kernels import Squares, native
 from quasidiag.kernels.rule import Rule
@@ -345,6 +347,48 @@ def test_direction(shape: tuple[int, int, int], kept: str, size: float) -> None:
 
 
 @pytest.mark.skipif(not native.vectors(), reason="not for this processor")
+@pytest.mark.parametrize("rank", [1, 5, 64, 200])
+def test_directions_are_as_exact_as_the_plain_ones(rank: int) -> None:
+    """A minibatch smaller than a layer: elsewhere its gradient has nothing, and the polynomials are large."""
+    g = torch.Generator().manual_seed(0)
+    v = [torch.randn(1, 200, rank, generator=g) @ torch.randn(1, rank, 300, generator=g)]
+    root = Root(None, None, torch.ones(1, 200, 300))
+    got, (want,) = orthogonal._at_once(root, v), exactly(v, root)
+    plain = orthogonal.factor(v[0])
+    assert got is not None
+    assert (got[0] - want).norm() < 5 * (plain - want).norm() < 1e-3 * want.norm()
+
+
+@pytest.mark.skipif(not native.vectors(), reason="not for this processor")
+def test_directions_of_nothing_or_next_to_nothing_are_declined() -> None:
+    for shape in [(1, 0, 5), (1, 5, 0), (1, 2, native.LONG + 1)]:
+        root = Root(None, None, torch.ones(shape))
+        assert native.direction([torch.ones(shape)], root, QUINTICS, MARGIN, 1, 0.0, 1.0) is None
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
+def test_the_default_precision_does_not_matter(dtype: torch.dtype) -> None:
+    found = []
+    for default in (torch.float32, dtype):
+        torch.manual_seed(0)
+        model = torch.nn.Sequential(
+            torch.nn.Linear(20, 30), torch.nn.Tanh(), torch.nn.Linear(30, 3)
+        )
+        x, t, loss = torch.randn(64, 20), torch.randint(3, (64,)), qd.Categorical()
+        optimizer = qd.Riemannian(model, loss)
+        try:
+            torch.set_default_dtype(default)
+            for _ in range(6):
+                optimizer.zero_grad()
+                loss(model(x), t).backward()
+                optimizer.step()
+        finally:
+            torch.set_default_dtype(torch.float32)
+        found.append([p.detach().clone() for p in model.parameters()])
+    assert all(torch.equal(p, q) for p, q in zip(*found, strict=True))
+
+
+@pytest.mark.skipif(not native.vectors(), reason="not for this processor")
 def test_directions_of_more_than_fits_at_once_and_of_zeros() -> None:
     v = gradient((31, 33, 4100))
     v[0][7], v[1][7] = 0.0, 0.0
@@ -414,3 +458,15 @@ def test_declines_what_it_cannot_do() -> None:
     assert native.square(big[:2]) is None
     assert native.square(big.to(torch.bfloat16)) is None
     assert native.centre(big.expand(2, 200, 200), None) is None
+
+
+def test_without_a_home(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    def nowhere() -> Path:
+        raise RuntimeError("Could not determine home directory.")
+
+    monkeypatch.setattr(Path, "home", nowhere)
+    monkeypatch.setenv("QUASIDIAG_CACHE", str(tmp_path))
+    assert native._cache() == tmp_path
+    monkeypatch.delenv("QUASIDIAG_CACHE")
+    monkeypatch.delenv("XDG_CACHE_HOME", raising=False)
+    assert native.library.__wrapped__() is None

@@ -1,6 +1,6 @@
 """Fast twins of the elementwise work: one pass over memory where eager PyTorch makes a dozen.
 
-``native`` compiles a page of C for the CPU, ``fused`` holds the Triton kernels for a GPU. Both are optional. A function
+``native`` compiles some pages of C for the CPU, ``fused`` holds the Triton kernels for a GPU. Both are optional. A function
 here that returns ``False`` had no kernel to use and has done nothing; the eager code beside the call is then used, and
 is the oracle that the kernels are tested against.
 """

@@ -4,9 +4,10 @@
  *
  *     G = X X^T,   P_k = a_k + b_k G_k + c_k G_k^2,   G_{k+1} = G_k P_k^2,   P Q^T = P_4 P_3 P_2 P_1 X.
  *
- * Products of our own for the sake of what a library cannot know: all but the last are of symmetric matrices that commute,
- * so that half of a result tells the rest, and the many small ones follow each other without a call. A tile of a result
- * stays in registers; every number is summed in the same order on any number of threads.
+ * Products of our own for the sake of what a library cannot know: most are of symmetric matrices that commute, so that
+ * half of a result tells the rest, and the many small ones follow each other without a call. That of the P_k is formed
+ * whole, and in this order: where X has nothing it is large, and what rounding leaves of the commutator would be seen. A
+ * tile of a result stays in registers; every number is summed in the same order on any number of threads.
  */
 #include <math.h>
 #include <stdint.h>
@@ -58,32 +59,34 @@ __attribute__((noinline)) static void multiply(int64_t k, const float *x, int64_
         for (int h = 0; h < 2; h++) *(vector *)&t->of[i][h * LANES] = sum[i][h];
 }
 
-/* Where a tile belongs in a symmetric matrix, and its mirror image. What lies below the diagonal is not written as
- * such: another tile has it. */
-static void keep(const tile *t, float *c, int64_t side, int64_t stride, int64_t row, int64_t column) {
+/* How a result is written: a symmetric one from its upper half, another one whole, as it is or transposed. */
+typedef enum { SYMMETRIC, WHOLE, TRANSPOSED } form;
+
+/* A tile goes where it belongs. Of a symmetric matrix what lies below the diagonal is the image of what lies above, which
+ * another tile has. */
+static void keep(const tile *t, float *c, int64_t side, int64_t stride, int64_t row, int64_t column, form how) {
     const int64_t there = least(WIDTH, side - column);
-    if (column >= row + ROWS) {
-        for (int64_t i = 0; i < ROWS; i++) memcpy(c + (row + i) * stride + column, t->of[i], sizeof t->of[i]);
-        for (int64_t j = 0; j < there; j++)
-            for (int64_t i = 0; i < ROWS; i++) c[(column + j) * stride + row + i] = t->of[i][j];
-        return;
-    }
     for (int64_t i = 0; i < ROWS; i++) {
-        const int64_t diagonal = row + i > column ? row + i - column : 0;
-        memcpy(c + (row + i) * stride + column + diagonal, t->of[i] + diagonal, (WIDTH - diagonal) * sizeof(float));
-        for (int64_t j = diagonal + 1; j < there; j++) c[(column + j) * stride + row + i] = t->of[i][j];
+        const int64_t below = how == SYMMETRIC && row + i > column ? row + i - column : 0;
+        if (how != TRANSPOSED)
+            memcpy(c + (row + i) * stride + column + below, t->of[i] + below, (WIDTH - below) * sizeof(float));
+    }
+    if (how == WHOLE) return;
+    for (int64_t j = 0; j < there; j++) {
+        const int64_t last = how == TRANSPOSED ? ROWS : least(ROWS, column + j - row);
+        for (int64_t i = 0; i < last; i++) c[(column + j) * stride + row + i] = t->of[i][j];
     }
 }
 
-/* Of every matrix: c <- x^T y, which is symmetric, of `k` rows each, and those of the next matrix `next` numbers on; with
- * a polynomial's coefficients a + b y + c x^T y, for x and y the same symmetric matrix. */
+/* Of every matrix: c <- x^T y, of `k` rows each, and those of the next matrix `next` numbers on; with a polynomial's
+ * coefficients a + b y + c x^T y, for x and y the same symmetric matrix. */
 static void products(const problem *m, int64_t k, int64_t next, const float *x, const float *y, float *c,
-                     const float *polynomial) {
+                     const float *polynomial, form how) {
     const int64_t stride = m->stride, depth = parts(k, parts(k, DEPTH));
 #pragma omp for schedule(dynamic)
     for (int64_t i = 0; i < m->count * m->panels; i++) {
         const int64_t which = i % m->count, column = (m->panels - 1 - i / m->count) * WIDTH; /* long ones first */
-        const int64_t rows = least(m->side, column + WIDTH);
+        const int64_t rows = how == SYMMETRIC ? least(m->side, column + WIDTH) : m->side;
         const float *left = x + which * next, *right = y + which * next + column;
         tile tiles[rows / ROWS];
         for (int64_t s = 0; s < k; s += depth)
@@ -98,7 +101,7 @@ static void products(const problem *m, int64_t k, int64_t next, const float *x, 
                 for (int64_t j = 0; j < WIDTH; j++) t->of[r][j] = polynomial[2] * t->of[r][j] + polynomial[1] * linear[j];
                 if (row + r >= column) t->of[r][row + r - column] += polynomial[0];
             }
-            keep(t, c + which * m->size, m->side, stride, row, column);
+            keep(t, c + which * m->size, m->side, stride, row, column, how);
         }
     }
 }
@@ -187,7 +190,7 @@ static void begin(const problem *m, const float *polynomial, float margin) {
     }
 }
 
-/* X <- (product) X. */
+/* X <- (product) X, the product transposed. */
 static void finish(const problem *m) {
     const int64_t panels = parts(m->n, WIDTH), depth = parts(m->g, parts(m->g, DEPTH));
 #pragma omp for schedule(dynamic)
@@ -226,35 +229,29 @@ static problem plan(int64_t g, int64_t n, int64_t row, int64_t column) {
     return m;
 }
 
-/* x <- P Q^T of `count` matrices, as many at once as there is room for. For all threads of a team together. */
-static void orthogonalise(problem m, int64_t count, int64_t many, float *x, float *room, const float *polynomials,
-                          int64_t iterations, float margin) {
-    for (int64_t start = 0; start < count; start += many) {
-        m.count = least(many, count - start);
-        m.x = x + start * m.g * m.n;
-        m.packed = room;
-        m.gram = m.packed + m.count * m.n * m.stride;
-        m.p = m.gram + m.count * m.size;
-        m.product = m.p + m.count * m.size;
-        m.spare = m.product + m.count * m.size;
-        m.most = m.spare + m.count * m.size;
-        m.bound = m.most + m.count * m.panels;
-        look(&m);
-        pack(&m);
-        products(&m, m.n, m.n * m.stride, m.packed, m.packed, m.gram, NULL);
-        products(&m, m.side, m.size, m.gram, m.gram, m.spare, NULL);
-        begin(&m, polynomials, margin);
-        for (int64_t k = 1; k < iterations; k++) {
-            float *product = m.product;
-            products(&m, m.side, m.size, m.gram, m.p, m.spare, NULL);
-            products(&m, m.side, m.size, m.spare, m.p, m.gram, NULL);
-            products(&m, m.side, m.size, m.gram, m.gram, m.p, polynomials + 3 * k);
-            products(&m, m.side, m.size, m.p, m.product, m.spare, NULL);
-            m.product = m.spare;
-            m.spare = product;
-        }
-        finish(&m);
+/* X <- P Q^T. For all threads of a team together. */
+static void orthogonalise(problem m, const float *polynomials, int64_t iterations, float margin) {
+    m.gram = m.packed + m.count * m.n * m.stride;
+    m.p = m.gram + m.count * m.size;
+    m.product = m.p + m.count * m.size;
+    m.spare = m.product + m.count * m.size;
+    m.most = m.spare + m.count * m.size;
+    m.bound = m.most + m.count * m.panels;
+    look(&m);
+    pack(&m);
+    products(&m, m.n, m.n * m.stride, m.packed, m.packed, m.gram, NULL, SYMMETRIC);
+    products(&m, m.side, m.size, m.gram, m.gram, m.spare, NULL, SYMMETRIC);
+    begin(&m, polynomials, margin);
+    for (int64_t k = 1; k < iterations; k++) {
+        float *product = m.product;
+        products(&m, m.side, m.size, m.gram, m.p, m.spare, NULL, SYMMETRIC);
+        products(&m, m.side, m.size, m.spare, m.p, m.gram, NULL, SYMMETRIC);
+        products(&m, m.side, m.size, m.gram, m.gram, m.p, polynomials + 3 * k, SYMMETRIC);
+        products(&m, m.side, m.size, m.p, m.product, m.spare, NULL, k + 1 < iterations ? WHOLE : TRANSPOSED);
+        m.product = m.spare;
+        m.spare = product;
     }
+    finish(&m);
 }
 
 /* A layer's units and inputs, and the root of its metric; what a unit does not have is NULL. */
@@ -300,33 +297,47 @@ static void back(const root *a, int64_t k, const float *u, float shortest, float
     if (a->first) w0[k] = by * *u * a->bias[k] - sum;
 }
 
-/* Of `layers` layers that are alike, by `groups` groups of units each. Returns 0 and does nothing if there is no room. */
+/* Which unit of all layers is row `i` of all groups; -1 where a layer's last group has none any more. */
+static int64_t unit(int64_t i, int64_t rows, int64_t groups, int64_t units) {
+    const int64_t layer = i / (rows * groups), k = i % (rows * groups);
+    return k < units ? layer * units + k : -1;
+}
+
+/* Of `layers` layers that are alike, by `groups` groups of units each, as many at once as there is room for. Returns 0 and
+ * does nothing if there is none. */
 int qd_direction(int64_t layers, int64_t units, int64_t n, int64_t groups, const float *v0, const float *vi,
                  const float *bias, const float *mean, const float *scale, float *w0, float *wi,
                  const float *polynomials, int64_t iterations, float margin, float shortest, float by, int threads) {
     const root a = {units, n, bias != NULL, bias, mean, scale};
-    const int64_t size = parts(units, groups), inputs = n + a.first, all = groups * size, count = layers * groups;
-    const problem m = size > inputs ? plan(inputs, size, 1, inputs) : plan(size, inputs, inputs, 1);
-    const int64_t many = least(count, m.each < AT_ONCE ? AT_ONCE / m.each : 1);
-    const int64_t own = parts(layers * all * inputs, LINE) * LINE;
-    room *mine = borrow(own + many * m.each);
+    const int64_t rows = parts(units, groups), inputs = n + a.first, count = layers * groups;
+    const problem one = rows > inputs ? plan(inputs, rows, 1, inputs) : plan(rows, inputs, inputs, 1);
+    const int64_t own = parts(rows * inputs, LINE) * LINE, each = own + one.each;
+    const int64_t many = least(count, each < AT_ONCE ? AT_ONCE / each : 1);
+    room *mine = borrow(many * each);
     if (!mine) return 0;
-    float *u = mine->numbers;
-#pragma omp parallel num_threads(worth(layers * all * inputs, threads))
+#pragma omp parallel num_threads(worth(layers * units * inputs, threads))
     {
         const unsigned before = flush_denormals();
+        for (int64_t start = 0; start < count; start += many) {
+            problem m = one;
+            m.count = least(many, count - start);
+            m.x = mine->numbers;
+            m.packed = m.x + many * own;
 #pragma omp for schedule(static)
-        for (int64_t i = 0; i < layers * all; i++) {
-            const int64_t layer = i / all, k = i % all;
-            if (k < units)
-                coordinates(&a, layer * units + k, v0, vi, u + i * inputs);
-            else
-                memset(u + i * inputs, 0, inputs * sizeof(float));
+            for (int64_t i = 0; i < m.count * rows; i++) {
+                const int64_t k = unit(start * rows + i, rows, groups, units);
+                if (k < 0)
+                    memset(m.x + i * inputs, 0, inputs * sizeof(float));
+                else
+                    coordinates(&a, k, v0, vi, m.x + i * inputs);
+            }
+            orthogonalise(m, polynomials, iterations, margin);
+#pragma omp for schedule(static)
+            for (int64_t i = 0; i < m.count * rows; i++) {
+                const int64_t k = unit(start * rows + i, rows, groups, units);
+                if (k >= 0) back(&a, k, m.x + i * inputs, shortest, by, w0, wi);
+            }
         }
-        orthogonalise(m, count, many, u, u + own, polynomials, iterations, margin);
-#pragma omp for schedule(static)
-        for (int64_t i = 0; i < layers * units; i++)
-            back(&a, i, u + (i / units * all + i % units) * inputs, shortest, by, w0, wi);
         restore(before);
     }
     give_back(mine);

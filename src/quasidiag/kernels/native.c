@@ -1,7 +1,7 @@
 /* The elementwise work of a step on a CPU, each in one pass over memory.
  *
- * Compiled at first use by native.py; the oracles are quasidiag.reductions and quasidiag.moments.
- * Rows are shared among the threads that torch is allowed; nothing is allocated but one row of scratch a thread.
+ * Compiled at first use by native.py; the oracles are quasidiag.reductions, quasidiag.moments and quasidiag.root.
+ * Rows are shared among the threads that torch is allowed.
  */
 #include <math.h>
 #include <stdint.h>

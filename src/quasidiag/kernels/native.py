@@ -1,6 +1,6 @@
-"""The work of a step on a CPU, compiled at first use from ``native.c`` and ``products.c``.
+"""The work of a step on a CPU, compiled at first use from ``native.c``, ``direction.c`` and ``products.c``.
 
-The system's own C compiler is asked once (under a second) and its answer kept in the user's cache. Where there is no
+The system's own C compiler is asked once (two seconds) and its answer kept in the user's cache. Where there is no
 compiler, or the numbers are not plain float32 on a CPU, every function here says so by returning ``None`` or ``False``
 and the caller goes the eager way, which is also the oracle that the tests compare with.
 
@@ -31,6 +31,8 @@ from quasidiag.moments import Moments, smallest
 SMALLEST = smallest(torch.float32)
 #: Layers smaller than this are not worth a compiler, unless there are many calls to be saved.
 LEAST = 4_096
+#: Matrices of so few rows (or columns) are mostly padding when they are packed. Longer than the second, they are left alone.
+NARROW, LONG = 16, 4_096
 
 _PLAIN = (Tensor, torch.nn.Parameter)
 _FLAGS = {
@@ -69,7 +71,7 @@ def library() -> ctypes.CDLL | None:
         return None
     try:
         found = ctypes.CDLL(str(_build(compiler)))
-    except (OSError, subprocess.SubprocessError):
+    except (OSError, RuntimeError, subprocess.SubprocessError):  # of a home: that there is none
         return None
     for name, types in _SIGNATURES.items():
         getattr(found, name).argtypes = [*types, ctypes.c_int]
@@ -124,8 +126,10 @@ def _openmp() -> str:
 
 
 def _cache() -> Path:
-    base = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
-    folder = Path(os.environ.get("QUASIDIAG_CACHE") or Path(base) / "quasidiag")
+    if given := os.environ.get("QUASIDIAG_CACHE"):
+        folder = Path(given)
+    else:
+        folder = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "quasidiag"
     folder.mkdir(mode=0o700, parents=True, exist_ok=True)
     return folder
 
@@ -161,7 +165,7 @@ def quasi_diagonal(
     if not usable(mii.numel(), m00, m0i, mii, v0, vi, shift, *outputs):
         return False
     rows, n = mii.shape
-    point = torch.zeros(n) if shift is None else shift
+    point = mii.new_zeros(n) if shift is None else shift
     numbers, written = map(_pointer, (m00, m0i, mii, v0, vi, point)), map(_pointer, outputs)
     plain = _Rule(*map(float, rule))
     _call("qd_quasi_diagonal", rows, n, *numbers, shift is not None, *written, plain)
@@ -239,9 +243,10 @@ def root(
     m00: Tensor, m0i: Tensor, mii: Tensor, shift: Tensor | None
 ) -> tuple[Tensor, Tensor, Tensor] | None:
     """``root.quasi_diagonal``, of ``mii: [..., units, n]``."""
-    if not usable(LEAST, m00, m0i, mii, shift):
+    if not mii.numel() or not usable(LEAST, m00, m0i, mii, shift):
         return None
     units, n = mii.shape[-2:]
+    assert shift is None or shift.numel() * units == mii.numel()
     found = torch.empty_like(m00), torch.empty_like(mii), torch.empty_like(mii)
     _call("qd_root", m00.numel(), n, units, *map(_pointer, (m00, m0i, mii, shift, *found)))
     return found
@@ -251,9 +256,9 @@ def lengths(
     w: Sequence[Tensor], bias: Tensor | None, mean: Tensor | None, scale: Tensor
 ) -> Tensor | None:
     """``Root.lengths``."""
-    if not usable(LEAST, *w, bias, mean, scale):
+    if not scale.numel() or not usable(LEAST, *w, bias, mean, scale):
         return None
-    n, found = scale.shape[-1], torch.empty(scale.shape[:-1])
+    n, found = scale.shape[-1], scale.new_empty(scale.shape[:-1])
     w0 = None if bias is None else w[0]
     numbers = map(_pointer, (w0, w[-1], bias, mean, scale, found))
     _call("qd_lengths", found.numel(), n, *numbers)
@@ -270,10 +275,12 @@ def direction(
     by: float,
 ) -> list[Tensor] | None:
     """The direction of layers alike, ``v: [layers, units(, inputs)]``; see ``orthogonal``."""
-    if not vectors() or not usable(LEAST, *v, *root):
-        return None
-    w, none = [torch.empty_like(x) for x in v], [None] * (2 - len(v))
     layers, units, n = v[-1].shape
+    narrow = min(units, n) < NARROW and max(units, n) > LONG
+    if narrow or not v[-1].numel() or not vectors() or not usable(LEAST, *v, *root):
+        return None
+    assert len(v) == 2 - (root[0] is None)
+    w, none = [torch.empty_like(x) for x in v], [None] * (2 - len(v))
     arrays = map(_pointer, (*none, *v, *root, *none, *w))
     polynomials = _floats(tuple(c for quintic in quintics for c in quintic))
     numbers = ctypes.addressof(polynomials), len(quintics), margin, shortest, by
