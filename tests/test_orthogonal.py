@@ -291,6 +291,17 @@ def test_small_layers_in_one_batch() -> None:
     assert [o.dtype for o in factors(mixed)] == [u.dtype for u in mixed]
 
 
+def test_groups_of_wide_layers_in_one_batch(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As on a GPU, where calls take longer than numbers."""
+    monkeypatch.setattr(orthogonal, "SMALL", {"cpu": 2**20})
+    _rooms.cache_clear()
+    us = [matrix(*shape) for shape in ((1, WIDE + 7, WIDE + 2), (2, WIDE + 1, 330), (1, 10, 331))]
+    assert len(_rooms(tuple(Kind.of(orthogonal._apart(u)) for u in us))) == 1
+    for found, u in zip(factors(us), us, strict=True):
+        torch.testing.assert_close(found, orthogonal.factor(u), rtol=1e-9, atol=1e-12)
+    _rooms.cache_clear()
+
+
 def test_no_batch_is_mostly_zeros() -> None:
     us = [matrix(2, 8, 9) for _ in range(6)] + [matrix(1, 1, 400), matrix(1, 60, 50)]
     rooms = _rooms(tuple(map(Kind.of, us)))

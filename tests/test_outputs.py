@@ -219,3 +219,9 @@ def test_a_single_class_is_nothing_to_learn(metric: str) -> None:
     loss(model(x), torch.zeros(8, dtype=torch.long)).backward()
     optimizer.step()
     assert all(torch.equal(p, q) for p, q in zip(model.parameters(), before))
+
+
+def test_the_information_is_where_the_output_is() -> None:
+    """A criterion that nobody has moved to the model's device has but a number to give."""
+    output = torch.empty(4, 3, device="meta")
+    assert qd.Gaussian().fisher(output).device == output.device

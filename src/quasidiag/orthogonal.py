@@ -25,7 +25,6 @@ from quasidiag import kernels
 from quasidiag.blocks import DiagonalBlock, State
 from quasidiag.root import Root
 from quasidiag.stacks import Stack
-from quasidiag.together import SMALL
 
 #: Of the quintics :math:`a x + b x^3 + c x^5` that bring singular values to one, in turn: each is the best for the
 #: interval that the last one leaves, and the first for 0.005 to 1 (Amsel et al. 2025, *The Polar Express*).
@@ -40,8 +39,10 @@ MARGIN = 1.02
 #: So many units of a wide layer are made orthogonal to each other; more would cost more, and bring little. Wide is a
 #: layer with more units *and* inputs than the second.
 GROUP, WIDE = 176, 320
-#: Small layers are batched with so many times as many zeros as numbers at most.
-WASTE = 4
+#: Matrices are batched if that makes no more than so many numbers, and no more than so many times as many as there were.
+SMALL, WASTE = {"cpu": 2**15, "cuda": 2**24}, 4
+#: Tensor cores multiply by so many.
+EIGHT = 8
 #: A unit of a wide layer whose step is shorter than this, where one is usual, keeps what it has of it.
 FADED = 1e-3
 
@@ -90,7 +91,7 @@ def by_gram(matrices: Tensor) -> Tensor:
 
 def _by_eights(x: Tensor) -> Tensor:
     """With zeros at the end of rows and columns, which stay zeros."""
-    rows, columns = (-n % 8 for n in x.shape[-2:])
+    rows, columns = (-n % EIGHT for n in x.shape[-2:])
     return F.pad(x, (0, columns, 0, rows)) if rows or columns else x
 
 
@@ -124,15 +125,7 @@ def factor(u: Tensor) -> Tensor:
 
     Units are of length one: each in a wide layer, in others on the average.
     """
-    layers, units, inputs = u.shape
-    if not _wide(units, inputs):
-        return _polar(u) * _length(units, inputs)
-    groups = _groups(units)
-    size = math.ceil(units / groups)
-    padded = u if size * groups == units else F.pad(u, (0, 0, 0, size * groups - units))
-    orthogonal = _polar(padded.view(-1, size, inputs)).reshape(layers, -1, inputs)[:, :units]
-    lengths = torch.linalg.vector_norm(orthogonal, dim=-1, keepdim=True)
-    return orthogonal / lengths.clamp_min(FADED)
+    return _together(_polar(_apart(u)), u.shape)
 
 
 def _wide(units: int, inputs: int) -> bool:
@@ -141,6 +134,27 @@ def _wide(units: int, inputs: int) -> bool:
 
 def _groups(units: int) -> int:
     return math.ceil(units / GROUP)
+
+
+def _apart(u: Tensor) -> Tensor:
+    """The matrices that are made orthogonal: layers, or the groups of wide ones with zeros at the end."""
+    _, units, inputs = u.shape
+    if not _wide(units, inputs):
+        return u
+    groups = _groups(units)
+    size = math.ceil(units / groups)
+    padded = u if size * groups == units else F.pad(u, (0, 0, 0, size * groups - units))
+    return padded.view(-1, size, inputs)
+
+
+def _together(o: Tensor, shape: torch.Size) -> Tensor:
+    """Layers of this shape again, their units of the length that they are to have."""
+    layers, units, inputs = shape
+    if not _wide(units, inputs):
+        return o * _length(units, inputs)
+    o = o.reshape(layers, -1, inputs)[:, :units]
+    lengths = torch.linalg.vector_norm(o, dim=-1, keepdim=True)
+    return o / lengths.clamp_min(FADED)
 
 
 class Kind(NamedTuple):
@@ -163,20 +177,23 @@ class Kind(NamedTuple):
 
 def factors(us: Sequence[Tensor]) -> list[Tensor]:
     """:func:`factor` of each; small ones in one batch, with zeros around them, which stay zeros."""
+    matrices = [*map(_apart, us)]
     found: dict[int, Tensor] = {}
-    for batch in _rooms(tuple(map(Kind.of, us))):
+    for batch in _rooms(tuple(map(Kind.of, matrices))):
         if len(batch) == 1:
-            found[batch[0]] = factor(us[batch[0]])
+            found[batch[0]] = _polar(matrices[batch[0]])
             continue
-        flat = [us[i].mT if us[i].shape[1] > us[i].shape[2] else us[i] for i in batch]
-        layers = [len(x) for x in flat]
-        room = flat[0].new_zeros(sum(layers), *(max(x.shape[d] for x in flat) for d in (1, 2)))
-        for x, part in zip(flat, room.split(layers)):
+        tall = [matrices[i].shape[1] > matrices[i].shape[2] for i in batch]
+        flat = [matrices[i].mT if high else matrices[i] for i, high in zip(batch, tall)]
+        counts = [len(x) for x in flat]
+        sides = (math.ceil(max(x.shape[d] for x in flat) / EIGHT) * EIGHT for d in (1, 2))
+        room = flat[0].new_zeros(sum(counts), *sides)
+        for x, part in zip(flat, room.split(counts)):
             part[:, : x.shape[1], : x.shape[2]] = x
-        for i, x, o in zip(batch, flat, _polar(room).split(layers)):
-            o = o[:, : x.shape[1], : x.shape[2]] * _length(*us[i].shape[1:])
-            found[i] = o if x is us[i] else o.mT
-    return [found[i] for i in range(len(us))]
+        for i, high, x, o in zip(batch, tall, flat, _polar(room).split(counts)):
+            o = o[:, : x.shape[1], : x.shape[2]]
+            found[i] = o.mT if high else o
+    return [_together(found[i], u.shape) for i, u in enumerate(us)]
 
 
 @functools.lru_cache(64)  # the same layers ask at every step
@@ -186,10 +203,10 @@ def _rooms(kinds: tuple[Kind, ...]) -> list[list[int]]:
     for i in sorted(range(len(kinds)), key=lambda i: kinds[i][:2]):
         room = [*(rooms[-1] if rooms else []), i]
         rows, columns = (max(sides) for sides in zip(*(kinds[k][:2] for k in room)))
+        numbers = sum(kinds[k].layers for k in room) * rows * columns
         filled = sum(kinds[k].layers * kinds[k].size for k in room)
-        full = sum(kinds[k].layers for k in room) * rows * columns <= WASTE * filled
-        alike = len({kinds[k][3:] for k in room}) == 1
-        if len(room) > 1 and alike and full and kinds[i].size <= SMALL:
+        most = min(WASTE * filled, SMALL.get(kinds[i].device.type, 0))
+        if len({kinds[k][3:] for k in room}) == 1 < len(room) and numbers <= most:
             rooms[-1] = room
         else:
             rooms.append([i])

@@ -265,7 +265,8 @@ class Gaussian(_Elementwise):
         return output + self._std(output) * noise
 
     def fisher(self, output: Tensor) -> Tensor:
-        return self._std(output).square().reciprocal().expand_as(output)
+        # A number goes with outputs anywhere, its expansion does not.
+        return self._std(output).square().reciprocal().to(output.device).expand_as(output)
 
     def _std(self, output: Tensor) -> Tensor:
         return self.std.detach().to(output.dtype)

@@ -63,6 +63,18 @@ def test_without_a_learning_rate() -> None:
     assert_same(*ends, 1e-6)
 
 
+@pytest.mark.parametrize("options", [{}, {"lr": 0.02}, {"lr": 0.02, "metric": "exact"}], ids=str)
+def test_a_criterion_that_stayed_behind(options: dict[str, Any]) -> None:
+    ends = []
+    for device in (DEVICE, "cpu"):
+        model, loss, x, t = there("gaussian")
+        loss = loss.to(device)
+        optimizer = qd.Riemannian(model, loss, **options)
+        train(model, loss, optimizer, x, t, 3)
+        ends.append([p.cpu() for p in values(model)])
+    assert_same(*ends, 1e-9)
+
+
 def test_learned_deviations() -> None:
     model, _, x, t = there("gaussian")
     loss = qd.LearnedGaussian(3).double().to(DEVICE)
