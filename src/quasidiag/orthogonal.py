@@ -154,7 +154,7 @@ def _together(o: Tensor, shape: torch.Size) -> Tensor:
         return o * _length(units, inputs)
     o = o.reshape(layers, -1, inputs)[:, :units]
     lengths = torch.linalg.vector_norm(o, dim=-1, keepdim=True)
-    return o / lengths.clamp_min(FADED)
+    return o.div_(lengths.clamp_min_(FADED))
 
 
 class Kind(NamedTuple):
