@@ -181,7 +181,7 @@ def factors(us: Sequence[Tensor]) -> list[Tensor]:
     found: dict[int, Tensor] = {}
     for batch in _rooms(tuple(map(Kind.of, matrices))):
         if len(batch) == 1:
-            found[batch[0]] = _polar(matrices[batch[0]])
+            found[batch[0]] = _together(_polar(matrices[batch[0]]), us[batch[0]].shape)
             continue
         tall = [matrices[i].shape[1] > matrices[i].shape[2] for i in batch]
         flat = [matrices[i].mT if high else matrices[i] for i, high in zip(batch, tall)]
@@ -192,8 +192,8 @@ def factors(us: Sequence[Tensor]) -> list[Tensor]:
             part[:, : x.shape[1], : x.shape[2]] = x
         for i, high, x, o in zip(batch, tall, flat, _polar(room).split(counts)):
             o = o[:, : x.shape[1], : x.shape[2]]
-            found[i] = o.mT if high else o
-    return [_together(found[i], u.shape) for i, u in enumerate(us)]
+            found[i] = _together(o.mT if high else o, us[i].shape)
+    return [found[i] for i in range(len(us))]
 
 
 @functools.lru_cache(64)  # the same layers ask at every step
