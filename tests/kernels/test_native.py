@@ -67,6 +67,20 @@ def test_quasi_diagonal_solve(shifted: bool, eps: float, floor: float) -> None:
         assert (got - want).norm() < 1e-4 * want.norm()
 
 
+def test_quasi_diagonal_in_any_default_precision() -> None:
+    b, found = block(shifted=False), []
+    five = [b[name] for name in ("m00", "m0i", "mii", "v0", "vi")]
+    for default in (torch.float32, torch.float16):
+        w = (torch.empty(ROWS), torch.empty(ROWS, N))
+        torch.set_default_dtype(default)
+        try:
+            assert native.quasi_diagonal(*five, None, Rule(eps=1e-4, floor=1e-4), w=w)
+        finally:
+            torch.set_default_dtype(torch.float32)
+        found.append(w)
+    assert all(torch.equal(x, y) for x, y in zip(*found, strict=True))
+
+
 def test_quasi_diagonal_step_with_momentum_and_decay() -> None:
     b = block()
     rule = Rule(lr=0.1, decay=0.9, momentum=0.7, eps=1e-3, floor=1e-3, scale=-0.5)
