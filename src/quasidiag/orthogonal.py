@@ -236,16 +236,15 @@ def steps(
     left: list[tuple[Stack, Root, Tensor]] = []
     for stack in stacks:
         root, v = stack.root(state), stack.rows([gradients[block] for block in stack.blocks])
-        w = _at_once(root, v) if stack.blocks[0].mixes else None
+        w = _at_once(root, v) if stack.mixes else None
         if w is None:
             left.append((stack, root, root.gradient(v)))
         else:
             found |= zip(stack.blocks, stack.like(w))
-    matrices = [u for stack, _, u in left if stack.blocks[0].mixes]
+    matrices = [u for stack, _, u in left if stack.mixes]
     equal = iter(factors(matrices) if batch else map(factor, matrices))
     for stack, root, u in left:
-        mixes, units = stack.blocks[0].mixes, len(stack.blocks[0].parameters[0])
-        u = next(equal) if mixes else _of_length(u, units)
+        u = next(equal) if stack.mixes else _of_length(u, len(stack.blocks[0].parameters[0]))
         found |= zip(stack.blocks, stack.like(root.step(u)))
     return found
 

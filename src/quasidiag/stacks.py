@@ -36,6 +36,11 @@ class Stack:
         self.blocks = blocks
         self._root: KeptRoot | None = None
 
+    @property
+    def mixes(self) -> bool:
+        """Whether they are matrices: units that see the same inputs."""
+        return self.blocks[0].mixes
+
     def rows(self, tensors: Sequence[Sequence[Tensor]]) -> list[Tensor]:
         """Tensors shaped like each layer's parameters, the bias first: ``[layers, units(, inputs)]``."""
         each = [block.rows_of(layer) for block, layer in zip(self.blocks, tensors)]

@@ -22,6 +22,10 @@ from quasidiag.root import Root, quasi_diagonal
 
 pytestmark = pytest.mark.skipif(native.library() is None, reason="no C compiler")
 
+vectors = pytest.mark.skipif(
+    not native.vectors(), reason="directions are compiled for processors with AVX2 or AVX-512"
+)
+
 ROWS, N = 96, 261  # not a multiple of any vector width, and above the size where it pays
 
 
@@ -348,7 +352,7 @@ def exactly(v: list[Tensor], root: Root) -> list[Tensor]:
     return double.step(u)
 
 
-@pytest.mark.skipif(not native.vectors(), reason="not for this processor")
+@vectors
 @pytest.mark.parametrize("kept", ["all", "no row", "no bias"])
 @pytest.mark.parametrize("shape", [*SHAPES, (2, 801, 784)], ids=str)
 @pytest.mark.parametrize("size", [1.0, 1e-25, 1e25])
@@ -360,7 +364,7 @@ def test_direction(shape: tuple[int, int, int], kept: str, size: float) -> None:
         assert (found - want).norm() <= 2e-4 * want.norm()
 
 
-@pytest.mark.skipif(not native.vectors(), reason="not for this processor")
+@vectors
 @pytest.mark.parametrize("rank", [1, 5, 64, 200])
 def test_directions_are_as_exact_as_the_plain_ones(rank: int) -> None:
     """A minibatch smaller than a layer: elsewhere its gradient has nothing, and the polynomials are large."""
@@ -373,7 +377,7 @@ def test_directions_are_as_exact_as_the_plain_ones(rank: int) -> None:
     assert (got[0] - want).norm() < 5 * (plain - want).norm() < 1e-3 * want.norm()
 
 
-@pytest.mark.skipif(not native.vectors(), reason="not for this processor")
+@vectors
 def test_directions_of_nothing_or_next_to_nothing_are_declined() -> None:
     for shape in [(1, 0, 5), (1, 5, 0), (1, 2, native.LONG + 1)]:
         root = Root(None, None, torch.ones(shape))
@@ -402,7 +406,7 @@ def test_the_default_precision_does_not_matter(dtype: torch.dtype) -> None:
     assert all(torch.equal(p, q) for p, q in zip(*found, strict=True))
 
 
-@pytest.mark.skipif(not native.vectors(), reason="not for this processor")
+@vectors
 def test_directions_of_more_than_fits_at_once_and_of_zeros() -> None:
     v = gradient((31, 33, 4100))
     v[0][7], v[1][7] = 0.0, 0.0

@@ -1,8 +1,8 @@
-"""Fast twins of the elementwise work: one pass over memory where eager PyTorch makes a dozen.
+"""Fast twins of what a step does to a layer: one pass over memory where eager PyTorch makes a dozen.
 
 ``native`` compiles some pages of C for the CPU, ``fused`` holds the Triton kernels for a GPU. Both are optional. A function
-here that returns ``False`` had no kernel to use and has done nothing; the eager code beside the call is then used, and
-is the oracle that the kernels are tested against.
+here that returns ``False`` or ``None`` had no kernel to use and has done nothing; the eager code beside the call is then
+used, and is the oracle that the kernels are tested against.
 """
 
 from __future__ import annotations
@@ -142,9 +142,9 @@ def direction(
     root: Sequence[Tensor | None],
     quintics: Sequence[Sequence[float]],
     margin: float,
-    groups: int = 1,
-    shortest: float = 0.0,
-    by: float = 1.0,
+    groups: int,
+    shortest: float,
+    by: float,
 ) -> list[Tensor] | None:
     """The step of :func:`quasidiag.orthogonal.steps` for layers of one shape, or ``None`` where no kernel can.
 

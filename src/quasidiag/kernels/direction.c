@@ -254,9 +254,9 @@ static void orthogonalise(problem m, const float *polynomials, int64_t iteration
     finish(&m);
 }
 
-/* A layer's units and inputs, and the root of its metric; what a unit does not have is NULL. */
+/* The root of a metric; what a unit does not have is NULL. */
 typedef struct {
-    int64_t units, n, first; /* where its inputs begin among its coordinates: behind the bias, if there is one */
+    int64_t n, first; /* inputs, and where they begin among its coordinates: behind the bias, if there is one */
     const float *bias, *mean, *scale;
 } root;
 
@@ -308,7 +308,7 @@ static int64_t unit(int64_t i, int64_t rows, int64_t groups, int64_t units) {
 int qd_direction(int64_t layers, int64_t units, int64_t n, int64_t groups, const float *v0, const float *vi,
                  const float *bias, const float *mean, const float *scale, float *w0, float *wi,
                  const float *polynomials, int64_t iterations, float margin, float shortest, float by, int threads) {
-    const root a = {units, n, bias != NULL, bias, mean, scale};
+    const root a = {n, bias != NULL, bias, mean, scale};
     const int64_t rows = parts(units, groups), inputs = n + a.first, count = layers * groups;
     const problem one = rows > inputs ? plan(inputs, rows, 1, inputs) : plan(rows, inputs, inputs, 1);
     const int64_t own = parts(rows * inputs, LINE) * LINE, each = own + one.each;

@@ -29,7 +29,7 @@ from quasidiag.kernels.squares import Squares
 from quasidiag.moments import Moments, smallest
 
 SMALLEST = smallest(torch.float32)
-#: Layers smaller than this are not worth a compiler, unless there are many calls to be saved.
+#: Layers smaller than this are not worth a compiler, where it would not save many calls.
 LEAST = 4_096
 #: Matrices of so few rows (or columns) are mostly padding when they are packed. Longer than the second, they are left alone.
 NARROW, LONG = 16, 4_096
@@ -135,9 +135,12 @@ def _cache() -> Path:
 
 
 def usable(size: int, *tensors: Tensor | None) -> bool:
-    """Whether these are plain, dense float32 numbers on the CPU, and enough of them."""
-    if size < LEAST:
-        return False
+    """Whether these are :func:`dense`, and enough of them."""
+    return size >= LEAST and dense(*tensors)
+
+
+def dense(*tensors: Tensor | None) -> bool:
+    """Whether these are plain, dense float32 numbers on the CPU."""
     for t in tensors:
         if t is not None and not (
             type(t) in _PLAIN and t.dtype is torch.float32 and t.is_cpu and t.is_contiguous()
@@ -243,7 +246,7 @@ def root(
     m00: Tensor, m0i: Tensor, mii: Tensor, shift: Tensor | None
 ) -> tuple[Tensor, Tensor, Tensor] | None:
     """``root.quasi_diagonal``, of ``mii: [..., units, n]``."""
-    if not mii.numel() or not usable(LEAST, m00, m0i, mii, shift):
+    if not mii.numel() or not dense(m00, m0i, mii, shift):
         return None
     units, n = mii.shape[-2:]
     assert shift is None or shift.numel() * units == mii.numel()
@@ -256,7 +259,7 @@ def lengths(
     w: Sequence[Tensor], bias: Tensor | None, mean: Tensor | None, scale: Tensor
 ) -> Tensor | None:
     """``Root.lengths``."""
-    if not scale.numel() or not usable(LEAST, *w, bias, mean, scale):
+    if not scale.numel() or not dense(*w, bias, mean, scale):
         return None
     n, found = scale.shape[-1], scale.new_empty(scale.shape[:-1])
     w0 = None if bias is None else w[0]
@@ -277,7 +280,7 @@ def direction(
     """The direction of layers alike, ``v: [layers, units(, inputs)]``; see ``orthogonal``."""
     layers, units, n = v[-1].shape
     narrow = min(units, n) < NARROW and max(units, n) > LONG
-    if narrow or not v[-1].numel() or not vectors() or not usable(LEAST, *v, *root):
+    if narrow or not v[-1].numel() or not vectors() or not dense(*v, *root):
         return None
     assert len(v) == 2 - (root[0] is None)
     w, none = [torch.empty_like(x) for x in v], [None] * (2 - len(v))
