@@ -31,13 +31,34 @@ def trained(steps: int = 4, **options: object) -> tuple[nn.Sequential, qd.Rieman
     return model, optimizer
 
 
-def test_length_is_that_of_the_dense_metric() -> None:
-    model, optimizer = trained()
+@pytest.mark.parametrize("steps", [4, 7])
+def test_the_way_is_as_long_as_in_the_dense_metric(steps: int) -> None:
+    model, optimizer = trained(steps)
     found = qd.diagnostics(optimizer)
     dense = dense_metric(optimizer)
     update = flat(optimizer.state[p]["update"] for p in model.parameters())
     expected = float(update @ dense @ update)
-    assert sum(layer.length for layer in found.layers) == pytest.approx(expected)
+    assert sum(layer.way for layer in found.layers) == pytest.approx(expected)
+
+
+def test_the_way_of_one_step_is_the_steps_and_the_table_says_of_how_many_it_is() -> None:
+    _, optimizer = trained(4)
+    found = qd.diagnostics(optimizer)
+    assert found.step is not None and found.step.stride == 1
+    assert sum(layer.way for layer in found.layers) == pytest.approx(found.step.length)
+    assert str(found).endswith("the way since: 1 step")
+    _, optimizer = trained(7)
+    found = qd.diagnostics(optimizer)
+    assert found.step is not None and found.step.stride > 1
+    assert sum(layer.way for layer in found.layers) > 1.5 * found.step.length
+    assert str(found).endswith(f"the way since: {found.step.stride} steps")
+    assert str(found).splitlines()[0].endswith(" way")
+    assert "0/way" in found.scalars() and "0/length" not in found.scalars()
+
+
+def test_an_optimizer_without_a_metric_is_refused() -> None:
+    with pytest.raises(TypeError, match="AdaGrad has none: expected"):
+        qd.diagnostics(qd.AdaGrad(mlp(5, 6, 3).parameters(), lr=1e-3))  # type: ignore[arg-type]
 
 
 def test_condition_is_that_of_the_centred_metric() -> None:
@@ -55,7 +76,7 @@ def test_every_reduction(reduction: str) -> None:
     found = qd.diagnostics(optimizer)
     assert [layer.reduction for layer in found.layers] == [reduction] * 2
     for layer in found.layers:
-        assert layer.condition >= 1 and layer.length > 0 and layer.dead == 0 == layer.floored
+        assert layer.condition >= 1 and layer.way > 0 and layer.dead == 0 == layer.floored
         assert layer.updates == 4
     assert found.step == optimizer.auto and found.step is not optimizer.auto
 
@@ -74,7 +95,7 @@ def test_dead_units_and_inputs_that_never_vary() -> None:
     assert first.floored == pytest.approx((2 * 6 + 4 * 1) / 36)
     assert second.dead == 0
     assert second.floored == pytest.approx(2 / 7)
-    assert math.isnan(first.length)
+    assert math.isnan(first.way)
 
 
 def test_a_floor_shows() -> None:
@@ -108,7 +129,7 @@ def test_convolutions_norms_and_layers_without_a_bias() -> None:
         optimizer.step()
     found = qd.diagnostics(optimizer)
     assert [layer.layer for layer in found.layers] == ["Conv2d", "BatchNorm2d", "Conv2d", "Linear"]
-    assert all(layer.length > 0 for layer in found.layers)
+    assert all(layer.way > 0 for layer in found.layers)
 
 
 def test_table_dictionary_and_scalars() -> None:

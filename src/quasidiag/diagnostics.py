@@ -1,4 +1,4 @@
-r"""What the geometry does: the metric of each layer and the last step, as numbers, a table, or TensorBoard scalars.
+r"""What the geometry does: the metric of each layer and the last steps, as numbers, a table, or TensorBoard scalars.
 
 >>> print(qd.diagnostics(optimizer))                                        # doctest: +SKIP
 >>> qd.diagnostics(optimizer).log(writer, step)                             # doctest: +SKIP
@@ -40,7 +40,9 @@ class LayerDiagnostics:
         condition: the largest entry of a unit's metric over its smallest, the median over units.
         dead: the share of units that the loss hardly depends on.
         floored: the share of entries that the floor bounds, or that never varied and get no step.
-        length: :math:`δ^⊤ M δ` of the last update; NaN where updates are not kept (``step="fixed"``).
+        way: the squared length :math:`δ^⊤ M δ` of where it went since the model was last measured, ``step.stride`` steps ago
+            (after the first of them all layers add up to ``step.length``); NaN where that is not kept
+            (``step="fixed"``), or was taken back.
     """
 
     name: str
@@ -51,7 +53,7 @@ class LayerDiagnostics:
     condition: float
     dead: float
     floored: float
-    length: float
+    way: float
 
 
 @dataclass(frozen=True)
@@ -71,7 +73,7 @@ class Diagnostics:
         found = {
             f"{layer.name}/{key}": float(getattr(layer, key))
             for layer in self.layers
-            for key in ("condition", "dead", "floored", "length")
+            for key in ("condition", "dead", "floored", "way")
         }
         if self.step is not None:
             numbers = {key: v for key, v in vars(self.step).items() if isinstance(v, int | float)}
@@ -84,7 +86,7 @@ class Diagnostics:
             writer.add_scalar(f"{prefix}/{name}", value, self.steps if step is None else step)
 
     def __str__(self) -> str:
-        head = ["layer", "", "reduction", "units", "condition", "dead", "floored", "length"]
+        head = ["layer", "", "reduction", "units", "condition", "dead", "floored", "way"]
         rows = [
             [
                 x.name,
@@ -94,7 +96,7 @@ class Diagnostics:
                 f"{x.condition:.1e}",
                 f"{x.dead:.1%}",
                 f"{x.floored:.1%}",
-                "" if math.isnan(x.length) else f"{x.length:.2e}",
+                "" if math.isnan(x.way) else f"{x.way:.2e}",
             ]
             for x in self.layers
         ]
@@ -110,7 +112,8 @@ class Diagnostics:
             s = self.step
             lines.append(
                 f"step {s.steps}: alpha {s.alpha:.3g}, damping {s.damping:.3g}, predicted {s.predicted:.3g}, "
-                f"actual {s.actual:.3g} (ratio {s.ratio:.2f} when last looked at), length {s.length:.3g}"
+                f"actual {s.actual:.3g} (ratio {s.ratio:.2f} when last looked at), "
+                f"length {s.length:.3g} when last measured; the way since: {s.stride} step{'s' * (s.stride != 1)}"
             )
         return "\n".join(lines)
 
@@ -121,12 +124,16 @@ class _Entries(NamedTuple):
     values: Tensor
     bounded: Tensor
     weight: Tensor
-    length: float
+    way: float
 
 
 @torch.no_grad()
 def diagnostics(optimizer: Riemannian) -> Diagnostics:
-    """The state of an optimizer's metric and of its last step, layer by layer, for those that have one so far."""
+    """The state of an optimizer's metric and of its last steps, layer by layer, for those that have one so far."""
+    if not isinstance(optimizer, Riemannian):
+        raise TypeError(
+            f"diagnostics are of a metric, and {type(optimizer).__name__} has none: expected qd.Riemannian or a preset of it"
+        )
     layers = [_layer(optimizer, block) for block in optimizer._blocks if optimizer._started(block)]
     report = None if optimizer.auto is None else Report(**vars(optimizer.auto))
     return Diagnostics(layers, report, optimizer.steps)
@@ -156,7 +163,7 @@ def _layer(optimizer: Riemannian, block: DiagonalBlock) -> LayerDiagnostics:
         condition=float(ratios.median()) if len(ratios) else math.nan,
         dead=float(dead.double().mean()),
         floored=float(entries.bounded.double().mean()),
-        length=entries.length,
+        way=entries.way,
     )
 
 
@@ -175,10 +182,10 @@ def _entries(
     values = torch.cat([m.reshape(1, -1) for m in kept] if alone else units, dim=1)
     plain = [m for m in block.kept(state) if m is not None]
     weight = plain[0] if block.bias is not None else plain[0].reshape(len(values), -1).mean(1)
-    length = math.nan
+    way = math.nan
     if update is not None:
-        length = float(sum((m * u.square()).sum() for m, u in zip(kept, update)))
-    return _Entries(values, values <= floor, weight.reshape(-1), length)
+        way = float(sum((m * u.square()).sum() for m, u in zip(kept, update)))
+    return _Entries(values, values <= floor, weight.reshape(-1), way)
 
 
 def _quasi_diagonal(
@@ -191,16 +198,16 @@ def _quasi_diagonal(
     inverse = torch.where(d0 > 0, d0.reciprocal(), 0.0).unsqueeze(1)
     variance = diagonal - row * inverse * row
     bounded = ~varies(m00, mii, variance, diagonal, shift) | (variance < floor * inverse)
-    length = math.nan
+    way = math.nan
     if update is not None:
         u0, ui = block._rows(update)
         centred = u0 + ((c + row * inverse) * ui).sum(1)
-        length = float((d0 * centred.square()).sum() + (variance * ui.square()).sum())
+        way = float((d0 * centred.square()).sum() + (variance * ui.square()).sum())
     values = torch.cat([d0.unsqueeze(1), variance], dim=1)
     bounded = torch.cat([(d0 <= 0).unsqueeze(1), bounded], dim=1)
     own = block.kept(state).m00
     assert own is not None
-    return _Entries(values, bounded, own.reshape(-1), length)
+    return _Entries(values, bounded, own.reshape(-1), way)
 
 
 def _unitwise(
@@ -210,11 +217,11 @@ def _unitwise(
     values = torch.linalg.eigvalsh(kept) + eps
     unit = kept.shape[-1] * torch.finfo(kept.dtype).eps
     bounded = (values <= unit * values[:, -1:]) | (values < floor)
-    length = math.nan
+    way = math.nan
     if update is not None:
         rows = block.adapter.rows(block.module, update[-1])
         u = rows if block.bias is None else torch.cat([update[0].unsqueeze(1), rows], dim=1)
-        length = float(torch.einsum("ki,kij,kj->", u, kept, u) + eps * u.square().sum())
+        way = float(torch.einsum("ki,kij,kj->", u, kept, u) + eps * u.square().sum())
     diagonal = kept.diagonal(dim1=1, dim2=2)
     weight = diagonal.mean(1) if block.bias is None else diagonal[:, 0]
-    return _Entries(values, bounded, weight, length)
+    return _Entries(values, bounded, weight, way)
