@@ -31,6 +31,15 @@ def sound():
 def needy(width):
     return nn.Linear(width, 1)
 
+def lazy():
+    return nn.Sequential(nn.LazyLinear(4), nn.Linear(4, 2))
+
+def frozen():
+    return nn.Linear(3, 4).requires_grad_(False)
+
+def tuned():
+    return nn.Sequential(frozen(), nn.Linear(4, 2))
+
 number = 3
 """
 
@@ -57,6 +66,15 @@ def test_a_sound_model_exits_with_zero(script: Path, capsys: pytest.CaptureFixtu
     assert "100.0%" in capsys.readouterr().out
 
 
+def test_frozen_parameters_are_said_to_be_and_not_counted(
+    script: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["doctor", f"{script}:tuned"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert [line[:3] for line in lines[:2]] == ["yes", "-  "] and "frozen" in lines[1]
+    assert lines[2] == "10 of 10 parameters are preconditioned (100.0%); 16 more are frozen"
+
+
 def test_by_import_path(
     script: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -75,6 +93,8 @@ def test_by_import_path(
         ("{}:number", "is a int, not a module"),
         ("{}:needy", "cannot be called without arguments"),
         ("torch.nn:Identity", "has no parameter"),
+        ("{}:lazy", "lazy layers (0.weight, 0.bias), which have no shape yet"),
+        ("{}:frozen", "are frozen: nothing is trained"),
     ],
 )
 def test_wrong_usage(
@@ -98,7 +118,7 @@ class Tied(nn.Module):
 def test_composite_frozen_and_loose_parameters() -> None:
     found = {finding.name: finding for finding in examine(Tied())}
     frozen = found["frozen.weight, frozen.bias"]
-    assert frozen.good and "frozen" in frozen.why
+    assert frozen.good is None and "frozen" in frozen.why
     assert not found["cls"].good and "Tied" in found["cls"].why
     total = sum(finding.parameters for finding in found.values())
     assert total == sum(p.numel() for p in Tied().parameters())

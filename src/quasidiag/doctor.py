@@ -1,8 +1,8 @@
 """What of a model would be preconditioned, by which adapter, and what would not, and why.
 
 The model is named by import path, as package.module:name (a module, or a function or class that makes one without
-arguments), or by a Python file that defines `model` (FILE.py, or FILE.py:name). Exit codes: 0 all is preconditioned, 1
-something falls to the diagonal rule, 2 wrong usage.
+arguments), or by a Python file that defines `model` (FILE.py, or FILE.py:name). Exit codes: 0 all that is trained is
+preconditioned, 1 some of it falls to the diagonal rule, 2 wrong usage, or a model that cannot be judged.
 """
 
 from __future__ import annotations
@@ -13,11 +13,12 @@ import os
 import runpy
 import sys
 import warnings
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
 from torch import nn
+from torch.nn.parameter import is_lazy
 
 from quasidiag.blocks import QuasiDiagonalBlock
 from quasidiag.experiments.config import UsageError
@@ -27,12 +28,12 @@ from quasidiag.units import find_units
 
 @dataclass(frozen=True)
 class Finding:
-    """One layer's parameters. ``good`` is whether they are in a block; ``why`` says what that means here."""
+    """One layer's parameters. ``good`` is whether they are in a block, or ``None``: frozen; ``why`` says what that means."""
 
     name: str
     layer: str
     parameters: int
-    good: bool
+    good: bool | None
     why: str
 
 
@@ -52,15 +53,23 @@ def run(arguments: argparse.Namespace) -> int:
     found = list(examine(load(arguments.model)))
     if not found:
         raise UsageError(f"{arguments.model} has no parameter")
+    trained = [finding for finding in found if finding.good is not None]
+    if not trained:
+        raise UsageError(f"all parameters of {arguments.model} are frozen: nothing is trained")
     widths = [max(len(str(row[i])) for row in _cells(found)) for i in range(3)]
     for finding, cells in zip(found, _cells(found)):
-        mark = "yes" if finding.good else "NO "
+        mark = {True: "yes", False: "NO ", None: "-  "}[finding.good]
         name, layer, count = (cell.ljust(w) for cell, w in zip(cells, widths))
         print(f"{mark}  {name}  {layer}  {count}  {finding.why}")
-    total = sum(finding.parameters for finding in found)
-    good = sum(finding.parameters for finding in found if finding.good)
-    print(f"{good:,} of {total:,} parameters are preconditioned ({good / total:.1%})")
-    return int(any(not finding.good for finding in found))
+    total, good = _count(trained), _count(finding for finding in trained if finding.good)
+    frozen = _count(found) - total
+    rest = f"; {frozen:,} more are frozen" if frozen else ""
+    print(f"{good:,} of {total:,} parameters are preconditioned ({good / total:.1%}){rest}")
+    return int(good < total)
+
+
+def _count(found: Iterable[Finding]) -> int:
+    return sum(finding.parameters for finding in found)
 
 
 def _cells(found: list[Finding]) -> list[tuple[str, str, str]]:
@@ -86,15 +95,15 @@ def examine(model: nn.Module) -> Iterator[Finding]:
         yield Finding(block.name, type(block.module).__name__, count, True, why)
     for name, module in model.named_modules():
         left = [(n, p) for n, p in module.named_parameters(recurse=False) if p not in covered]
-        for way, why in (
-            (False, "frozen: it does not require a gradient"),
-            (True, _why_not(module)),
+        for good, why in (
+            (None, "frozen: it does not require a gradient"),
+            (False, _why_not(module)),
         ):
-            some = [(n, p) for n, p in left if p.requires_grad is way]
+            some = [(n, p) for n, p in left if p.requires_grad is (good is not None)]
             if some:
                 label = ", ".join(".".join(filter(None, (name, n))) for n, _ in some)
                 count = sum(p.numel() for _, p in some)
-                yield Finding(label, type(module).__name__, count, not way, why)
+                yield Finding(label, type(module).__name__, count, good, why)
         covered |= {p for _, p in left}
 
 
@@ -139,4 +148,8 @@ def load(place: str) -> nn.Module:
             raise UsageError(f"{place} cannot be called without arguments: {error}") from error
     if not isinstance(model, nn.Module):
         raise UsageError(f"{place} gives a {type(model).__name__}, not a module")
+    if shapeless := [name for name, p in model.named_parameters() if is_lazy(p)]:
+        raise UsageError(
+            f"{place} has lazy layers ({', '.join(shapeless)}), which have no shape yet: let the model see a minibatch first"
+        )
     return model
