@@ -334,3 +334,11 @@ def test_a_posterior_of_tied_weights() -> None:
     posterior.collect()
     x = torch.randn(2, 3)
     torch.testing.assert_close(posterior(x)[0], model(x).detach())
+
+
+def test_a_posterior_of_a_model_that_returns_a_tuple_says_so() -> None:
+    posterior = qd.Posterior(nn.GRU(3, 4))
+    posterior.collect()
+    with pytest.raises(TypeError, match="GRU returns a tuple, and a Posterior stacks tensors"):
+        posterior(torch.randn(5, 2, 3))
+    assert posterior.model.training

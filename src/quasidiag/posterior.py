@@ -51,4 +51,9 @@ class Posterior:
         finally:
             for module, training in modes.items():
                 module.training = training
+        if not isinstance(outputs[0], Tensor):
+            raise TypeError(
+                f"{type(self.model).__name__} returns a {type(outputs[0]).__name__}, and a Posterior stacks tensors: "
+                "wrap the model in a module that returns the one to predict with"
+            )
         return torch.stack(outputs)
