@@ -67,9 +67,6 @@ def ours(kind: Callable[..., Optimizer], **options: Any) -> Make:
     return make
 
 
-#: The reference of every ratio.
-BASE = "SGD"
-
 PAPER: dict[str, Make] = {
     "SGD": torch_optimizer(torch.optim.SGD, lr=1e-3),
     "AdaGrad": torch_optimizer(qd.AdaGrad, lr=1e-4),
