@@ -13,6 +13,7 @@ import torch
 from quasidiag import cli
 from quasidiag.bench import contenders, floor, losses, measure, peers, presets, show, timing
 from quasidiag.bench.workloads import gpt, mlp
+from quasidiag.experiments.config import UsageError
 
 
 def test_floor_is_the_papers_count_of_multiplications() -> None:
@@ -147,8 +148,52 @@ def test_tables_go_into_a_page_between_marks(tmp_path: Path) -> None:
     text = page.read_text()
     assert text.startswith("before\n<!-- bench smoke -->\n") and "old" not in text
     assert "| QDNat" in text and text.endswith("<!-- end -->\nafter <!-- end -->\n")
-    with pytest.raises(ValueError, match="bench other"):
+    with pytest.raises(UsageError, match="bench other"):
         show.insert({**json.loads(out.read_text()), "preset": "other"}, text)
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["--plot", "x.foo"], "unknown kind of picture 'foo'"),
+        (["--plot", "new/x.pgn"], "did you mean 'png'"),
+        (["--json", "page.md/x.json"], "page.md/x.json: "),
+        (["--json", "."], "not a file that can be written"),
+        (["--from", "missing.json"], "there is no file missing.json"),
+        (["--from", "page.md"], "page.md has no results"),
+        (["--into", "missing.md"], "there is no file missing.md"),
+        (["--into", "page.md"], "no <!-- bench smoke -->"),
+    ],
+)
+def test_files_are_looked_at_before_anything_is_timed(
+    words: list[str],
+    message: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.delattr(measure, "run")
+    Path("page.md").write_text("[]")
+    assert cli.main(["bench", "smoke", *words]) == 2
+    error = capsys.readouterr().err
+    assert message in error and error.count("\n") == 1
+
+
+@pytest.mark.parametrize("option", ["--rounds", "--losses"])
+def test_no_rounds_and_no_epochs_are_refused(
+    option: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.delattr(measure, "run")
+    with pytest.raises(SystemExit) as stop:
+        cli.main(["bench", "smoke", option, "0"])
+    assert stop.value.code == 2 and "must be at least 1" in capsys.readouterr().err
+
+
+def test_help_says_what_it_does(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        cli.main(["bench", "--help"])
+    assert "Time full training steps" in capsys.readouterr().out
 
 
 def test_losses_of_a_full_and_an_amortised_metric(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -16,7 +16,7 @@ ONLY = ["invariance", "--only", "--steps", "5", "--optimizer"]
 
 
 def test_an_invariant_and_a_dependent_optimizer(tmp_path: Path) -> None:
-    numbers = tmp_path / "numbers.json"
+    numbers = tmp_path / "made" / "numbers.json"
     riemannian = [
         *ONLY,
         "quasidiag:QDOP",
@@ -52,7 +52,7 @@ def test_table_without_rich(
 
 def test_picture(tmp_path: Path) -> None:
     pytest.importorskip("matplotlib")
-    path = tmp_path / "picture.png"
+    path = tmp_path / "made" / "picture.png"
     assert main([*ONLY, "torch.optim:SGD", "lr=0.1", "--plot", str(path)]) == 0
     assert path.read_bytes()[:4] == b"\x89PNG" and path.stat().st_size > 10_000
 
@@ -71,11 +71,17 @@ def test_what_does_not_train_is_a_failure(capsys: pytest.CaptureFixture[str]) ->
         ([*ONLY, "torch.optim:SGD", "speed=1"], "does not take these options"),
         (["invariance", "--only"], "about an --optimizer"),
         (["invariance", "--steps", "0"], "at least 1"),
+        (["invariance", "--plot", "x.foo"], "unknown kind of picture 'foo'"),
+        (["invariance", "--json", "/dev/null/x.json"], "/dev/null/x.json: "),
     ],
 )
 def test_wrong_usage(
-    arguments: list[str], message: str, capsys: pytest.CaptureFixture[str]
+    arguments: list[str],
+    message: str,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
+    monkeypatch.setattr(invariance_command, "OPTIMIZERS", {})  # no time for those
     assert main(arguments) == 2
     assert message in capsys.readouterr().err
 

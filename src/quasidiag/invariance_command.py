@@ -27,6 +27,7 @@ from torch.optim import Optimizer
 
 import quasidiag as qd
 from quasidiag import invariance
+from quasidiag.experiments.commands import options as shared
 from quasidiag.experiments.config import UsageError
 
 Make = Callable[[nn.Module, Any], Optimizer]
@@ -80,8 +81,10 @@ def add_parser(subparsers: Any) -> None:
         choices=sorted(invariance.CHANGES),
         help="exit with 1 unless everything measured is invariant to this",
     )
-    parser.add_argument("--plot", type=Path, metavar="FILE", help="draw a picture (.png, .svg)")
-    parser.add_argument("--json", type=Path, metavar="FILE", help="write the numbers")
+    parser.add_argument(
+        "--plot", type=shared.picture, metavar="FILE", help="draw a picture (.png, .svg)"
+    )
+    parser.add_argument("--json", type=shared.output, metavar="FILE", help="write the numbers")
     parser.set_defaults(run=run)
 
 
@@ -94,8 +97,6 @@ def run(arguments: argparse.Namespace) -> int:
         makers[arguments.optimizer] = given(arguments.optimizer, options(arguments.settings))
     elif arguments.only or arguments.settings:
         raise UsageError("--only and KEY=VALUE are about an --optimizer MODULE:CLASS")
-    if arguments.plot is not None and importlib.util.find_spec("matplotlib") is None:
-        raise UsageError("--plot needs matplotlib: pip install 'quasidiag[experiments]'")
     drifts: dict[str, dict[str, invariance.Drift]] = {}
     for name, make in makers.items():
         drifts[name] = {

@@ -1,4 +1,8 @@
-"""The command ``quasidiag bench``."""
+"""Time full training steps of every optimizer, in turns, beside those of SGD or AdamW.
+
+A table a network: milliseconds, the ratio to the base and what it must be at least by its count of multiplications, and
+the memory; then the cost against width, depth, batch and classes.
+"""
 
 from __future__ import annotations
 
@@ -11,6 +15,8 @@ from typing import Any
 import torch
 
 from quasidiag.bench import measure, peers, presets, show
+from quasidiag.experiments.commands import options
+from quasidiag.experiments.config import UsageError
 
 
 def add_parser(subparsers: Any) -> None:
@@ -18,6 +24,7 @@ def add_parser(subparsers: Any) -> None:
         "bench",
         help="time full training steps against SGD's, with the floor of the arithmetic",
         description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument(
         "preset",
@@ -28,7 +35,7 @@ def add_parser(subparsers: Any) -> None:
     )
     parser.add_argument("--peers", action="store_true", help="add other packages that are here")
     parser.add_argument(
-        "--rounds", type=int, help="rounds of interleaved timing (default: by preset)"
+        "--rounds", type=options.whole, help="rounds of interleaved timing (default: by preset)"
     )
     parser.add_argument(
         "--busy",
@@ -38,22 +45,24 @@ def add_parser(subparsers: Any) -> None:
     parser.add_argument("--no-curves", action="store_true", help="leave out cost against size")
     parser.add_argument(
         "--losses",
-        type=int,
+        type=options.whole,
         metavar="EPOCHS",
         help="also train on MNIST with the full and the amortised metric",
     )
     parser.add_argument("--data-dir", help="folder of the datasets (default: as 'quasidiag data')")
-    parser.add_argument("--json", type=Path, metavar="FILE", help="write the results")
-    parser.add_argument("--plot", type=Path, metavar="FILE", help="draw the results (.svg, .png)")
+    parser.add_argument("--json", type=options.output, metavar="FILE", help="write the results")
+    parser.add_argument(
+        "--plot", type=options.picture, metavar="FILE", help="draw the results (.svg, .png)"
+    )
     parser.add_argument(
         "--into",
-        type=Path,
+        type=options.existing,
         metavar="FILE",
         help="put the tables into a Markdown page, between <!-- bench PRESET --> and <!-- end -->",
     )
     parser.add_argument(
         "--from",
-        type=Path,
+        type=options.existing,
         dest="source",
         metavar="FILE",
         help="show earlier results, time nothing (with --peers: nothing but those)",
@@ -64,8 +73,10 @@ def add_parser(subparsers: Any) -> None:
 def run(arguments: argparse.Namespace) -> int:
     """Measure (or read), print, write."""
     found, missing = peers.installed() if arguments.peers else ({}, {})
+    results = _read(arguments.source) if arguments.source else {"preset": arguments.preset}
+    if arguments.into:
+        show.parts(arguments.into.read_text(encoding="utf-8"), results["preset"])
     if arguments.source:
-        results = json.loads(arguments.source.read_text())
         if arguments.peers:
             preset = presets.PRESETS[results["preset"]]()
             busy = results["clock"] == "processor"
@@ -74,12 +85,11 @@ def run(arguments: argparse.Namespace) -> int:
     else:
         preset = presets.PRESETS[arguments.preset]()
         if preset.device == "cuda" and not torch.cuda.is_available():
-            print("no CUDA device here: use the preset cpu", file=sys.stderr)
-            return 2
+            raise UsageError("no CUDA device here: use the preset cpu")
         if arguments.no_curves:
             preset.curves.clear()
-        results = measure.run(preset, found, arguments.rounds, _say, arguments.busy)
-        results = {"preset": arguments.preset, **results, "not_installed": missing}
+        results |= measure.run(preset, found, arguments.rounds, _say, arguments.busy)
+        results["not_installed"] = missing
         if arguments.losses:
             from quasidiag.bench import losses
 
@@ -88,7 +98,6 @@ def run(arguments: argparse.Namespace) -> int:
             )
     print(show.tables(results))
     if arguments.json:
-        arguments.json.parent.mkdir(parents=True, exist_ok=True)
         arguments.json.write_text(json.dumps(results, indent=1) + "\n")
     if arguments.into:
         page = show.insert(results, arguments.into.read_text(encoding="utf-8"))
@@ -96,6 +105,17 @@ def run(arguments: argparse.Namespace) -> int:
     if arguments.plot:
         show.plot(results, arguments.plot)
     return 0
+
+
+def _read(source: Path) -> dict[str, Any]:
+    """Earlier results."""
+    try:
+        results = json.loads(source.read_text(encoding="utf-8"))
+    except ValueError:
+        results = None
+    if not isinstance(results, dict) or "races" not in results:
+        raise UsageError(f"{source} has no results of quasidiag bench --json")
+    return results
 
 
 def _say(line: str) -> None:

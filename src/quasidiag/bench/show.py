@@ -5,6 +5,8 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+from quasidiag.experiments.config import UsageError
+
 
 def tables(results: dict[str, Any]) -> str:
     """All tables, as Markdown."""
@@ -21,10 +23,17 @@ def tables(results: dict[str, Any]) -> str:
 
 def insert(results: dict[str, Any], page: str) -> str:
     """The page with its tables of this preset renewed."""
-    head, mark, rest = page.partition(f"<!-- bench {results['preset']} -->")
-    if not mark or "<!-- end -->" not in rest:
-        raise ValueError(f"the page has no <!-- bench {results['preset']} --> … <!-- end -->")
-    return f"{head}{mark}\n\n{tables(results)}\n\n<!-- end -->{rest.partition('<!-- end -->')[2]}"
+    before, after = parts(page, results["preset"])
+    return f"{before}\n\n{tables(results)}\n\n{after}"
+
+
+def parts(page: str, preset: str) -> tuple[str, str]:
+    """What of the page is before the tables of a preset, and what after, with the marks."""
+    head, mark, rest = page.partition(f"<!-- bench {preset} -->")
+    _, end, tail = rest.partition("<!-- end -->")
+    if not end:
+        raise UsageError(f"the page has no <!-- bench {preset} --> … <!-- end -->")
+    return head + mark, end + tail
 
 
 def _race(race: dict[str, Any]) -> str:
@@ -111,7 +120,6 @@ def plot(results: dict[str, Any], path: Path) -> None:
     for i, curve in enumerate(curves):
         width = 12 // len(curves)
         _lines(figure.add_subplot(grid[1, i * width : (i + 1) * width]), curve, legend=i == 0)
-    path.parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(
         path,
         bbox_inches="tight",

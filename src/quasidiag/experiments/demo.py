@@ -18,7 +18,6 @@ from typing import Any
 from . import datasets, pool, tasks
 from .algorithms import ALGORITHMS
 from .commands import options
-from .config import UsageError
 from .progress import progress, table
 from .runs import Line, read_metrics
 from .sweep import Sweep, interleaved
@@ -42,7 +41,7 @@ def add_parser(subparsers: Any) -> None:
     parser = subparsers.add_parser(
         "demo", help="compare the eight algorithms on handwritten digits"
     )
-    parser.add_argument("--out", metavar="PNG", default="demo.png", help="the picture (demo.png)")
+    parser.add_argument("--out", metavar="FILE", default="demo.png", help="the picture (demo.png)")
     parser.add_argument("--epochs", type=options.whole, default=EPOCHS)
     parser.add_argument("--jobs", type=options.whole, default=os.cpu_count() or 1, metavar="N")
     parser.set_defaults(run=run)
@@ -51,9 +50,7 @@ def add_parser(subparsers: Any) -> None:
 def run(arguments: argparse.Namespace) -> int:
     """Sweep, print the table, draw the picture."""
     start = time.perf_counter()
-    out = Path(arguments.out)
-    if not out.resolve().parent.is_dir():
-        raise UsageError(f"--out {out}: there is no folder {out.resolve().parent}")
+    out = _out(arguments.out)
     data = datasets.load("mnist-5k")
     print(f"{data.source}: {data.train_size:,} to train on, the rest to check", flush=True)
     with tempfile.TemporaryDirectory(prefix="quasidiag-demo-") as root:
@@ -67,10 +64,20 @@ def run(arguments: argparse.Namespace) -> int:
     table(headers, rows, f"Each algorithm at its best step size, {arguments.epochs} epochs")
     print("Step sizes are powers of ten; the best has the lowest final training loss.")
     _winner(curves)
-    if _picture(curves, out):
+    if out is not None:
+        _picture(curves, out)
         print(f"curves: {out}")
     print(f"all of it took {time.perf_counter() - start:.0f} s")
     return 0
+
+
+def _out(text: str) -> Path | None:
+    """Where the picture goes; None where matplotlib is missing."""
+    try:
+        return options.picture(text)
+    except ModuleNotFoundError:
+        print("no picture: matplotlib is not installed", file=sys.stderr)
+        return None
 
 
 def _search(sweep: Sweep, jobs: int) -> bool:
@@ -132,13 +139,10 @@ def _winner(curves: Curves) -> None:
         print(f"{best} is below SGD's final loss ({goal:.3f}, {last} epochs) after {known[best]}.")
 
 
-def _picture(curves: Curves, out: Path) -> bool:
-    """Training loss and validation error by epoch, as a PNG; False where matplotlib is missing."""
-    try:
-        import matplotlib
-    except ModuleNotFoundError:
-        print("no picture: matplotlib is not installed", file=sys.stderr)
-        return False
+def _picture(curves: Curves, out: Path) -> None:
+    """Training loss and validation error by epoch."""
+    import matplotlib
+
     matplotlib.use("agg")
     from matplotlib import pyplot as plt
 
@@ -157,4 +161,3 @@ def _picture(curves: Curves, out: Path) -> bool:
     figure.suptitle("5,000 MNIST digits, 784-100-10 sigmoid: each algorithm at its best step size")
     figure.savefig(out, dpi=150)
     plt.close(figure)
-    return True

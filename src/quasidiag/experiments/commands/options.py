@@ -8,7 +8,7 @@ from pathlib import Path
 
 import torch
 
-from ..config import UsageError
+from ..config import UsageError, suggest
 from ..files import data_folder
 
 
@@ -47,13 +47,48 @@ def data_dir(arguments: argparse.Namespace) -> str | None:
 def runs_dir(arguments: argparse.Namespace) -> str:
     """The folder of runs as an absolute path, which can be written to."""
     path = Path(arguments.runs).expanduser().resolve()
-    try:
-        path.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise UsageError(f"--runs {arguments.runs}: {error.strerror}") from None
-    if not os.access(path, os.W_OK):
-        raise UsageError(f"--runs {arguments.runs}: no permission to write there")
+    _make(path, f"--runs {arguments.runs}")
     return str(path)
+
+
+def _make(folder: Path, given: str) -> None:
+    """A folder that can be written to, for what was given."""
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise UsageError(f"{given}: {error.strerror}") from None
+    if not os.access(folder, os.W_OK):
+        raise UsageError(f"{given}: no permission to write there")
+
+
+# Types for argparse. What they refuse is refused before the work is done, and their UsageError is a line without the usage.
+
+
+def output(text: str) -> Path:
+    """A file to write, in a folder that is made if there is none."""
+    path = Path(text)
+    if not path.exists():
+        _make(path.parent, text)
+    elif path.is_dir() or not os.access(path, os.W_OK):
+        raise UsageError(f"{text}: not a file that can be written")
+    return path
+
+
+def picture(text: str) -> Path:
+    """Such a file of a kind that matplotlib draws."""
+    from matplotlib.backend_bases import FigureCanvasBase
+
+    kinds, kind = FigureCanvasBase.get_supported_filetypes(), Path(text).suffix[1:]
+    if kind.lower() not in kinds:
+        raise suggest("kind of picture", kind, kinds)
+    return output(text)
+
+
+def existing(text: str) -> Path:
+    """A file to read."""
+    if not os.access(text, os.R_OK) or os.path.isdir(text):
+        raise UsageError(f"there is no file {text} that can be read")
+    return Path(text)
 
 
 def whole(text: str) -> int:
