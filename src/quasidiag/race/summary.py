@@ -19,6 +19,7 @@ from quasidiag.experiments.runs import Line, write_atomically
 from .contenders import CONTENDERS, OURS
 from .plan import Plan
 from .tasks import FACTORS, ROBUSTNESS, RaceConfig, find
+from .train import EVERY_ONE
 
 REFERENCE = "AdamW"
 #: Parts of the slowest contender's run at which the levels for the comparison by time are read.
@@ -73,9 +74,11 @@ def summarise(plan: Plan, timing: Timing | None = None) -> dict[str, Any]:
     """One task. ``timing``: seconds a step of each contender, measured in turns; else those of the runs count."""
     task = find(plan.experiment.name)
     rows: dict[str, dict[str, Any]] = {}
+    seen: list[list[Line]] = []
     for algorithm in (a for a in CONTENDERS if a in plan.algorithms):
         schedule, lr = plan.chosen(algorithm) or ("", 0.0)
         runs = plan.curves(schedule, algorithm, lr) if schedule else []
+        seen += runs
         if runs:
             tried = [entry for entry in plan.tried(algorithm) if entry["status"] != "missing"]
             rows[algorithm] = {
@@ -87,7 +90,7 @@ def summarise(plan: Plan, timing: Timing | None = None) -> dict[str, Any]:
                 "curve": mean_curve(runs, task.select),
             }
     config = plan.config("constant", OURS, 1.0)
-    steps = _steps_per_epoch(plan)
+    steps = _steps_per_epoch(seen)
     _compare(rows, steps, (timing or {}).get(task.name))
     return {
         "task": task.name,
@@ -108,12 +111,16 @@ def summarise(plan: Plan, timing: Timing | None = None) -> dict[str, Any]:
     }
 
 
-def _steps_per_epoch(plan: Plan) -> int:
-    """How many full minibatches the training data have."""
-    from .train import split
+def _steps_per_epoch(runs: Sequence[Sequence[Line]]) -> int:
+    """Each of the first steps was looked at, and its part of an epoch kept: so the data need not be there.
 
-    config = plan.config("constant", OURS, 1.0)
-    return len(split(config.override(["device=cpu"]), plan.data_dir).train[0]) // config.batch_size
+    Where a loss was not finite, and is missing, the count comes out too small.
+    """
+    counts = [0]
+    for run in runs:
+        first = [epoch for line in run for epoch, _ in line.get("within") or []][:EVERY_ONE]
+        counts += [round(len(first) / first[-1])] if first else []
+    return max(counts)
 
 
 def _compare(rows: dict[str, dict[str, Any]], steps: int, timing: dict[str, float] | None) -> None:
