@@ -50,6 +50,23 @@ def test_table_without_rich(
     assert len(lines) == 3 and lines[1].count("1e-12 kept") == 4 and lines[2].count("failed") == 4
 
 
+def test_the_table_says_what_is_not_by_default(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    matplotlib = pytest.importorskip("matplotlib")
+    few = {name: invariance_command.OPTIMIZERS[name] for name in ("SGD", "QDOP")}
+    monkeypatch.setattr(invariance_command, "OPTIMIZERS", few)
+    path = tmp_path / "picture.svg"
+    with matplotlib.rc_context({"svg.fonttype": "none"}):
+        assert main(["invariance", "--steps", "2", "--plot", str(path)]) == 0
+    said = "not by default: gamma=0.05, eps=0, floor=0 (DOP, DNat, QDOP, QDMCNat, QDNat); lr=0.1"
+    assert said in capsys.readouterr().out and said in path.read_text()
+    assert main([*ONLY, "torch.optim:SGD", "lr=0.1"]) == 0
+    assert "by default" not in capsys.readouterr().out
+    group = few["QDOP"](invariance_command.problem(0)[0], qd.Categorical()).param_groups[0]
+    assert {key: group[key] for key in invariance_command.PAPERS} == invariance_command.PAPERS
+
+
 def test_picture(tmp_path: Path) -> None:
     pytest.importorskip("matplotlib")
     path = tmp_path / "made" / "picture.png"
