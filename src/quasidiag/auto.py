@@ -452,12 +452,16 @@ def _excess(
 
     That is :math:`‖δ‖_M` over :math:`\sqrt{\text{units}}\, ρ`, the length of its weights there
     (:mod:`quasidiag.proportions`). A layer whose weights count for less than the mean, as one that begins at zero, may
-    move as far as if they were that.
+    move as far as if they were that, or what the mean was at first: a weight must be able to cross zero.
     """
+    assert optimizer.auto is not None
     if not blocks:
         return {}
     own = weights(blocks, _stacks(optimizer, blocks), optimizer.state)
-    usual = own[own > 0].log().mean().exp()  # nan, and no bound, where all are none
+    usual = float(own[own > 0].log().mean().exp())  # nan, and no bound, where all are none
+    if not optimizer.auto.footing and usual > 0:
+        optimizer.auto.footing = usual
+    usual = max(usual, optimizer.auto.footing)
     units = torch.tensor([len(block.parameters[0]) for block in blocks])
     moved = each[: len(blocks)].diagonal(dim1=1, dim2=2).clamp_min(0.0).sqrt()
     steps = moved @ torch.tensor(best, dtype=torch.float64).abs()

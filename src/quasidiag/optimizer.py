@@ -215,7 +215,7 @@ class Riemannian(Saved):
         self._model = None
         if self.auto is not None:
             assert self.criterion is not None
-            replay = Replay(self.model, self.criterion)
+            replay = Replay(self.model, self.criterion, [*self._group])
             self._model = QuadraticModel(replay, self.step_fraction, self.auto)
             self._handle = self.model.register_forward_pre_hook(Hook(self._lead))
         self._count(self.steps)
@@ -271,10 +271,11 @@ class Riemannian(Saved):
                 known = before.get(block.home, block.parameters)
                 if [*map(id, known)] != [*map(id, block.parameters)]:
                     for p in block.parameters:
-                        kept = self.state[p]
-                        stays = ("momentum", "apart", "ahead", "norm")
+                        kept, stays = self.state[p], ("momentum", "apart", "ahead", "norm")
                         self.state[p] = {k: kept[k] for k in stays if k in kept}
             self._watch()
+            if self._model is not None:
+                self._model.replay.parameters = [*self._group]
 
     @torch._disable_dynamo  # bookkeeping by layer; the kernels are fused already
     @torch.no_grad()
@@ -377,8 +378,7 @@ class Riemannian(Saved):
     def _lead(self, *_: Any) -> None:
         """A forward pass begins. In training it runs where training is."""
         if self.model.training and torch.is_grad_enabled():
-            with torch.no_grad():
-                rest.lead_(self)
+            rest.lead_(self)
 
     def _fold(self) -> None:
         for module, a, w in self._collector.records:
@@ -386,7 +386,8 @@ class Riemannian(Saved):
         self._collector.records = []
 
     def close(self) -> None:
-        """Leave the model: no hook stays behind. The state can still be read and saved."""
+        """Leave the model, at rest: no hook stays behind. The state can still be read and saved."""
+        rest.settle_(self)
         self._collector.close()
         if self._model is not None:
             self._model.replay.close()

@@ -96,6 +96,7 @@ class Report:
         coefficients: of that one, at a factor of 1, by the names of the directions.
         slopes: of the loss along these.
         parts: the groups' factors then, relative to the largest.
+        footing: how much the weights counted when that was first measured, on the mean of all layers, :math:`ρ^2`.
         strengths: how much the weights of each layer count, as a logarithm relative to the mean; ``None`` until it moves.
         falls: the change of the loss that each layer's part of a measured step was to bring, by the slope alone.
         echoes: the part of that which the next minibatch finds left, on the average, layer by layer.
@@ -133,6 +134,7 @@ class Report:
     coefficients: dict[str, float] = field(default_factory=dict)
     slopes: dict[str, float] = field(default_factory=dict)
     parts: list[float] = field(default_factory=list)
+    footing: float = 0.0
     strengths: list[float | None] = field(default_factory=list)
     falls: list[float] = field(default_factory=list)
     echoes: list[float] = field(default_factory=list)
@@ -152,6 +154,8 @@ class Report:
             report.stride = 1
         if "proportions" not in kept:
             report.steady = False  # its directions were of other lengths
+        if not all(map(math.isfinite, report.forms.values())):
+            report.forms = {}
         return report
 
     def __setstate__(self, kept: dict[str, Any]) -> None:
@@ -343,15 +347,21 @@ class QuadraticModel:
         return total
 
     def _averaged(self, names: Sequence[str], fisher: Tensor, lengths: Tensor) -> Tensor:
-        """The forms of directions of these lengths, from those of unit length, whose averages are kept."""
+        """The forms of directions of these lengths, from those of unit length, whose averages are kept.
+
+        One that is not finite is none, and the average stays as it is.
+        """
         scale = lengths.clamp_min(torch.finfo(torch.float64).tiny).sqrt()
         scale = scale * scale.unsqueeze(1)
         pairs = [(i, j) for i in range(len(names)) for j in range(i + 1)]
         fresh = {f"{names[i]}, {names[j]}": float(fisher[i, j] / scale[i, j]) for i, j in pairs}
         known = self.report.forms
         keep = FORMS if known.keys() == fresh.keys() else 0.0  # or the average may not be a form
-        kept = {name: keep * known.get(name, new) + (1 - keep) * new for name, new in fresh.items()}
-        self.report.forms = kept
+        if all(map(math.isfinite, fresh.values())):
+            kept = {name: keep * known.get(name, x) + (1 - keep) * x for name, x in fresh.items()}
+            self.report.forms = kept
+        else:
+            kept = known if keep else fresh
         averaged = torch.zeros_like(fisher)
         for (i, j), form in zip(pairs, kept.values()):
             averaged[i, j] = averaged[j, i] = form * scale[i, j]

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import math
 import warnings
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -27,12 +27,11 @@ from quasidiag.moments import cast
 from quasidiag.outputs import OutputModel
 from quasidiag.probe import Hook, Loans, Outside, below, tensors
 from quasidiag.reading import Reading
+from quasidiag.witness import Witness
 
 Direction = Mapping[Tensor, Tensor]
 Moved = tuple[Tensor, Tensor, list[Tensor]]
 
-#: From here on a power of two that a loss is multiplied by is a gradient scaler's, which is gone from the gradients.
-SCALER = 32.0
 #: So many numbers of a minibatch's outputs become float64 at a time on a CPU: new memory costs more than arithmetic.
 AT_ONCE = 2**16
 #: What a model says, besides a ``RuntimeError``, of an input that does not fit.
@@ -114,10 +113,16 @@ class Batch:
 
 
 class Replay:
-    """Remembers the calls of ``model`` in training and what ``criterion`` said of their outputs."""
+    """Remembers the calls of ``model`` in training and what ``criterion`` said of their outputs.
 
-    def __init__(self, model: nn.Module, criterion: OutputModel) -> None:
-        self.model, self.criterion = model, criterion
+    Only what went into the gradients that the ``parameters`` have now counts: where none has one, a backward pass begins
+    anew.
+    """
+
+    def __init__(
+        self, model: nn.Module, criterion: OutputModel, parameters: Sequence[Tensor]
+    ) -> None:
+        self.model, self.criterion, self.parameters = model, criterion, parameters
         #: How the derivatives are taken: the first of ``fast``, ``plain`` (kernels) and ``differences`` that works.
         self.mode = "fast"
         #: Whether the model can be run on a part of the samples, once that was tried.
@@ -126,6 +131,7 @@ class Replay:
         self._around: tuple[Surroundings, list[int]] | None = None
         self._calls: list[Call] = []
         self._batches: list[Batch] = []
+        self._pass, self._witness = -1, Witness()
         self._handles: list[RemovableHandle] = [
             model.register_forward_pre_hook(Hook(self._entered), with_kwargs=True),
             model.register_forward_hook(Hook(self._left), with_kwargs=True),
@@ -178,10 +184,20 @@ class Replay:
 
         def backpropagated(gradient: Tensor) -> None:
             if loan.lent is not None:
+                self._begin()
                 before = loan.lent.weight
                 loan.lent.weight = gradient.detach() if before is None else before + gradient
 
         loss.register_hook(Outside(backpropagated))
+
+    def _begin(self) -> None:
+        """A backward pass is under way; at its first loss, what is gone from the gradients is dropped."""
+        now = torch._C._current_graph_task_id()
+        if now != self._pass:
+            self._pass = now
+            if all(p.grad is None for p in self.parameters):
+                self.restart()
+            _at_the_end(lambda: _at_the_end(lambda: self._witness.see(self.parameters)))
 
     def _concerns(self, output: Tensor) -> bool:
         """Whether an output depends on a parameter of the model."""
@@ -217,13 +233,8 @@ class Replay:
         largest: dict[Call, float] = {}
         for batch, weight in zip(used, weights):
             largest[batch.call] = max(largest.get(batch.call, 0.0), weight)
-        total = sum(largest.values())
-        scale = 2.0 ** round(math.log2(total)) if total > 0 else 1.0
-        # Losses that merely add up to a power of two are accumulated ones.
-        scaled = scale >= SCALER and abs(total / scale - 1) < 1e-3 and max(weights) > 1
-        return [
-            (weight / scale if scaled else weight, batch) for batch, weight in zip(used, weights)
-        ]
+        scale = self._witness.scale(sum(largest.values()))
+        return [(weight / scale, batch) for batch, weight in zip(used, weights)]
 
     def tangents(self, batch: Batch, directions: Sequence[Direction], share: float) -> Moved:
         """The outputs on a share of a minibatch, their targets, and their derivative along each direction."""
@@ -418,6 +429,11 @@ class Replay:
             for sign in (1, -1)
         )
         return (ahead - behind) / (2 * h)
+
+
+def _at_the_end(call: Callable[[], None]) -> None:
+    """Of the backward pass under way; once more at its end, and it is after what other ranks have to say."""
+    torch.autograd.Variable._execution_engine.queue_callback(Outside(call))
 
 
 @contextmanager

@@ -42,6 +42,10 @@ class Saved(Optimizer):
         """Go on from this many steps."""
 
     @abstractmethod
+    def name_of(self, parameter: Tensor) -> str:
+        """What a parameter is called in the model."""
+
+    @abstractmethod
     def _restart(self) -> None:
         """Drop what is accumulating."""
 
@@ -62,6 +66,7 @@ class Saved(Optimizer):
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """As ``torch.optim``; the metric keeps its own precision whatever the parameters' is."""
         validate.loadable(state_dict, VERSION, self.auto is not None)
+        validate.fits(state_dict, self._group, self.name_of)
         plain = {key: state_dict[key] for key in ("state", "param_groups")}
         super().load_state_dict(plain)
         parameters = [p for group in self.param_groups for p in group["params"]]

@@ -251,7 +251,7 @@ def loadable(state_dict: Any, version: int, automatic: bool) -> None:
             f"this state_dict() is of version {made_by}, from a newer quasidiag; this one reads up to {version}"
         )
     keys = {key for kept in state_dict["state"].values() for key in kept}
-    if "exp_avg" in keys or "momentum_buffer" in keys:
+    if not all({"gamma", "momentum"} <= set(group) for group in state_dict["param_groups"]):
         raise ValueError("this state_dict() is another optimizer's: it holds no metric")
     # Saved by torch.distributed.checkpoint there is no word of it, only what the step keeps.
     theirs = bool(state_dict["auto"]) if "auto" in state_dict else "update" in keys
@@ -261,3 +261,19 @@ def loadable(state_dict: Any, version: int, automatic: bool) -> None:
             f"this state_dict() is of an optimizer {kinds[theirs]}, and this one is {kinds[automatic]}: an lr here is a "
             "factor there, so one cannot go on from the other"
         )
+
+
+#: What is kept of a parameter in its own shape.
+SHAPED = ("m00", "mii", "average", "update", "apart", "momentum", "square")
+
+
+def fits(state_dict: dict[str, Any], parameters: Iterable[Tensor], name_of: Any) -> None:
+    """What was saved of each parameter has its shape."""
+    indices = (i for group in state_dict["param_groups"] for i in group["params"])
+    for parameter, index in zip(parameters, indices):
+        for key, value in state_dict["state"].get(index, {}).items():
+            if key in SHAPED and value.shape != parameter.shape:
+                raise ValueError(
+                    f"{name_of(parameter)} is {tuple(parameter.shape)}, and this state_dict() is of one that was "
+                    f"{tuple(value.shape)}: it belongs to another model"
+                )

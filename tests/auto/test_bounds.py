@@ -200,3 +200,17 @@ def test_the_metric_is_updated_in_each_of_the_first_steps() -> None:
         updates.append(rule.state[rule._blocks[0].home]["updates"])
     assert rule.auto is not None and rule.auto.retreats == 0
     assert updates == [1, 2, 3, 4, *[4] * 4, *[5] * 8, *[6] * 3]
+
+
+@pytest.mark.parametrize("inputs", [1, 3])
+@pytest.mark.parametrize("seed", range(4))
+def test_a_layer_that_is_alone_finds_weights_of_the_other_sign(inputs: int, seed: int) -> None:
+    """What it may move by must not shrink with its weights, or these would never cross zero."""
+    torch.manual_seed(seed)
+    model, loss = nn.Linear(inputs, 1), qd.Gaussian()
+    optimizer = qd.Riemannian(model, loss)
+    x = torch.randn(300, inputs)
+    t = 2.0 - 3.0 * x.sum(1, keepdim=True) * model.weight.detach().sign()[0, 0]
+    for _ in range(150):
+        train(model, loss, optimizer, x, t)
+    assert float((model(x) - t).detach().abs().max()) < 0.05

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 import quasidiag as qd
 from nets import OUTPUTS, STD, batch, criterion, linear_layers, mlp
 from quasidiag.auto import reach
-from quasidiag.quadratic import BOUNDS, DECAY, FORMS, RISE, SHORTEST, minimiser
+from quasidiag.quadratic import BOUNDS, DECAY, FORMS, RISE, SHORTEST, QuadraticModel, minimiser
 from quasidiag.reductions import safeguarded
 from quasidiag.reference import completion
 
@@ -361,3 +361,24 @@ def test_directions_that_coincide_have_a_solution() -> None:
     torch.testing.assert_close(
         best, torch.tensor([-0.5, 0.0], dtype=torch.float64), rtol=1e-5, atol=0
     )
+
+
+@pytest.mark.parametrize("at", [0, 5])
+def test_a_form_that_is_not_finite_is_forgotten(at: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As of half precision: it would stay in the average, and no step would have a length any more."""
+    model, loss = mlp(4, 6, 3), qd.Categorical()
+    optimizer = qd.Riemannian(model, loss, step_every=1)
+    assert optimizer.auto is not None
+    x, t = batch("categorical", 40, 4, 3)
+    form = QuadraticModel._form
+    for k in range(9):
+        spoilt = math.nan if k == at else 1.0
+        monkeypatch.setattr(QuadraticModel, "_form", lambda *args, f=spoilt: f * form(*args))
+        optimizer.zero_grad()
+        loss(model(x), t).backward()
+        optimizer.step()
+        assert (optimizer.auto.alpha > 0) == (k > 0 or at > 0)
+    saved = optimizer.state_dict()
+    saved["auto"]["forms"] = {"new, new": math.nan}
+    optimizer.load_state_dict(saved)
+    assert optimizer.auto.forms == {}

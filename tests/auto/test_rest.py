@@ -292,3 +292,17 @@ def test_a_given_lr_averages_nothing() -> None:
         qd.Riemannian(nn.Linear(2, 2), lr=0.1, averaged=True)
     with pytest.raises(ValueError, match="averaged"):
         rule_of(averaged="no")
+
+
+def test_a_closed_optimizer_leaves_the_model_at_rest() -> None:
+    model, loss = mlp(4, 6, 3), qd.Categorical()
+    x, t = batch("categorical", 40, 4, 3)
+    with qd.Riemannian(model, loss) as optimizer:
+        for _ in range(30):
+            optimizer.zero_grad()
+            loss(model(x), t).backward()
+            optimizer.step()
+        rest = [p.detach().clone() for p in model.parameters()]
+        model(x)
+        assert not all(map(torch.equal, rest, model.parameters()))
+    torch.testing.assert_close([p.detach() for p in model.parameters()], rest)

@@ -81,7 +81,7 @@ def networks() -> dict[str, tuple[nn.Module, str]]:
 
 def replayed(model: nn.Module, x: Tensor, t: Tensor, **kwargs: Any) -> Replay:
     loss = qd.Categorical()
-    replay = Replay(model, loss)
+    replay = Replay(model, loss, [*model.parameters()])
     loss(model(x, **kwargs), t).backward()
     replay.check()
     return replay
@@ -250,7 +250,7 @@ def test_the_same_dropout_masks_are_drawn_again() -> None:
     model = nn.Sequential(mlp(4, 6), nn.Dropout(0.5), nn.Tanh(), mlp(6, 3))
     x, t = batch("categorical", 24, 4, 3)
     criterion = qd.Categorical()
-    replay = Replay(model, criterion)
+    replay = Replay(model, criterion, [*model.parameters()])
     loss = criterion(model(x), t)
     loss.backward()
     entry = replay.weighted()[0][1]
@@ -290,7 +290,7 @@ def test_the_criterions_output_is_found_in_the_models(name: str, share: float) -
     wrap, read = READINGS[name]
     model, loss = Many(wrap), qd.Categorical()
     x, _ = batch("categorical", 12, 4, 6)
-    replay = Replay(model, loss)
+    replay = Replay(model, loss, [*model.parameters()])
     read_off = read(model(x))
     t = torch.randint(3, read_off.shape[:-1], generator=torch.Generator().manual_seed(0))
     loss(read_off, t).backward()
@@ -325,3 +325,35 @@ def test_what_is_no_view_of_the_output_is_refused(change: Any) -> None:
     with pytest.raises(RuntimeError, match="could not find the criterion's output"):
         optimizer.step()
     assert all(torch.equal(p, q) for p, q in zip(before, model.parameters()))
+
+
+@pytest.mark.parametrize("share", [1.0, 0.5])
+@pytest.mark.parametrize("view", [False, True])
+def test_an_output_that_another_kernel_lays_out_otherwise(view: bool, share: float) -> None:
+    """Fused attention leaves its heads beside each other in memory, the plain kernel one after the other."""
+
+    class Heads(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.q, self.k = nn.Linear(6, 8), nn.Linear(6, 8)
+
+        def forward(self, x: Tensor) -> Tensor:
+            q, k = (f(x).view(len(x), -1, 2, 4).transpose(1, 2) for f in (self.q, self.k))
+            return nn.functional.scaled_dot_product_attention(q, k, k)
+
+    torch.manual_seed(0)
+    model, loss, x = Heads().double(), qd.Gaussian(), torch.randn(12, 5, 6, dtype=F64)
+    replay = Replay(model, loss, [*model.parameters()])
+    y = model(x)
+    assert not y.is_contiguous()
+    y = y.transpose(1, 2) if view else y
+    loss(y, torch.zeros_like(y)).backward()
+    entry = replay.weighted()[0][1]
+    given = directions(model)
+    output, _, moved = replay.tangents(entry, given, share)
+    assert replay.mode == "plain"
+    picked = torch.arange(round(12 * share)) * 12 // round(12 * share)
+    torch.testing.assert_close(output, y.detach()[picked])
+    replay.mode = "differences"
+    _, _, expected = replay.tangents(entry, given, share)
+    torch.testing.assert_close(moved, expected, rtol=1e-5, atol=1e-6)

@@ -10,6 +10,7 @@ import torch
 from loops import METRICS, assert_same, metric, problem, train, values
 
 import quasidiag as qd
+from nets import batch, mlp
 
 
 @pytest.mark.parametrize("kind", METRICS)
@@ -75,16 +76,33 @@ def test_state_from_the_future() -> None:
     assert_same(before, metric(optimizer), 0.0)
 
 
-def test_state_of_another_optimizer() -> None:
+@pytest.mark.parametrize("lr", [0.05, None])
+@pytest.mark.parametrize(
+    "kind", [torch.optim.Adam, torch.optim.RMSprop, torch.optim.SGD, qd.AdaGrad]
+)
+def test_state_of_another_optimizer(kind: type[torch.optim.Optimizer], lr: float | None) -> None:
     model, loss, x, t = problem()
-    adam = torch.optim.Adam(model.parameters())
-    train(model, loss, adam, x, t)
-    optimizer = qd.QDOP(model, loss, lr=0.05)
+    other = kind(model.parameters())
+    train(model, loss, other, x, t)
+    optimizer = qd.Riemannian(model, loss, lr=lr)
     with pytest.raises(ValueError, match="another optimizer"):
-        optimizer.load_state_dict(adam.state_dict())
+        optimizer.load_state_dict(other.state_dict())
     with pytest.raises(ValueError, match="not the state_dict"):
         optimizer.load_state_dict({"model": 1})
     assert not optimizer.state
+
+
+@pytest.mark.parametrize("lr", [0.05, None])
+def test_state_of_another_model(lr: float | None) -> None:
+    states = []
+    for hidden in (6, 7):
+        model, loss = mlp(4, hidden, 3), qd.Categorical()
+        x, t = batch("categorical", 12, 4, 3)
+        optimizer = qd.Riemannian(model, loss, lr=lr)
+        train(model, loss, optimizer, x, t)
+        states.append(optimizer.state_dict())
+    with pytest.raises(ValueError, match=r"0\.weight is \(7, 4\), .* was \(6, 4\)"):
+        optimizer.load_state_dict(states[0])
 
 
 def test_loading_drops_what_was_accumulating() -> None:

@@ -18,13 +18,13 @@ Found = tuple[Tensor, dict[str, float]]
 
 
 def learn(
-    network: nn.Module, data: list[tuple[Tensor, Tensor]], weight: bool = False, **options: object
+    network: nn.Module, data: list[tuple[Tensor, Tensor]], by: float = 0.0, **options: object
 ) -> Found:
     """The parameters after training, and the last report."""
     criterion = qd.Categorical()
     # Targets that each rank draws for itself are not those of one process.
     rule = qd.Riemannian(network, criterion, metric="exact", **options)  # type: ignore[arg-type]
-    train(network, rule, data, criterion, share if weight else lambda n: 1.0)
+    train(network, rule, data, criterion, lambda n: by * share(n) if by else 1.0)
     assert rule.auto is not None
     report = {**vars(rule.auto), "samples": 0.0}  # a rank has its own of these
     for name in ("forms", "coefficients", "slopes"):
@@ -56,7 +56,8 @@ def ranks(rank: int, size: int) -> dict[str, Found]:
     return {
         "known": learn(DDP(sure()), [part(b, rank, size) for b in known()]),
         "even": learn(DDP(model()), [part(b, rank, size) for b in batches(STEPS)]),
-        "uneven": learn(DDP(model()), uneven, weight=True),
+        "uneven": learn(DDP(model()), uneven, by=1.0),
+        "multiplied": learn(DDP(model()), uneven, by=64.0),
     }
 
 
@@ -71,3 +72,7 @@ def test_two_ranks_equal_one_with_all_samples() -> None:
             assert result[kind][1] == pytest.approx(report, rel=1e-6)
         assert torch.equal(results[0][kind][0], results[1][kind][0])
         assert results[0][kind][1] == results[1][kind][1]
+    for (
+        result
+    ) in results:  # no gradient scaler's: the other rank's part is all that changes gradients here
+        same(result["multiplied"][0], whole[0])

@@ -1,0 +1,58 @@
+"""A gradient scaler, from what it does: gradients are smaller at the step than their backward pass left them."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable
+
+import torch
+from torch import Tensor
+
+#: So many of the smallest gradients are looked at.
+FEW = 4
+#: How far a factor may be from what it is taken for: the scaler divides in float32.
+ROUNDING = 1e-3
+#: No scaler multiplies by less.
+LEAST = 2.0
+
+
+class Witness:
+    """Has seen the gradients of some parameters when their backward pass ended."""
+
+    def __init__(self) -> None:
+        self._seen: list[tuple[Tensor, Tensor]] = []
+
+    def see(self, parameters: Iterable[Tensor]) -> None:
+        """A backward pass is over."""
+        have = sorted((p for p in parameters if p.grad is not None), key=Tensor.numel)[:FEW]
+        self._seen = [*zip(have, _sizes(have))]
+
+    def scale(self, total: float) -> float:
+        """What the loss was multiplied by, and its gradients are divided by again; 1 if they are not.
+
+        Losses with weights that add up to ``total`` may be a scaler's, or only somebody's who multiplies them by that.
+        Gradients that were clipped are smaller too, but rarely by half as many powers.
+        """
+        if not LEAST * (1 - ROUNDING) <= total < math.inf:
+            return 1.0
+        have = [(p, size) for p, size in self._seen if p.grad is not None]
+        before = sum(float(size) for _, size in have)
+        now = sum(float(size) for size in _sizes([p for p, _ in have]))
+        shrunk = before / now if now > 0 else 1.0
+        if not math.sqrt(total) < shrunk < math.inf:
+            return 1.0
+        for exact in (_power(shrunk), total):
+            if math.isclose(shrunk, exact, rel_tol=ROUNDING):
+                return exact
+        return _power(total)  # they were clipped as well
+
+
+def _power(x: float) -> float:
+    """The nearest of two."""
+    return 2.0 ** round(math.log2(x))
+
+
+def _sizes(parameters: list[Tensor]) -> list[Tensor]:
+    """The largest number of each gradient."""
+    grads = [p.grad.detach() for p in parameters if p.grad is not None]
+    return [*torch._foreach_norm(grads, math.inf)] if grads else []

@@ -1,0 +1,124 @@
+"""Which backward passes a step is about, and what their losses were multiplied by."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import quasidiag as qd
+from nets import batch, mlp
+
+
+def problem() -> tuple[nn.Sequential, qd.OutputModel, qd.Riemannian, Tensor, Tensor]:
+    model, loss = mlp(4, 6, 3), qd.Categorical()
+    return model, loss, qd.Riemannian(model, loss), *batch("categorical", 40, 4, 3)
+
+
+def used(optimizer: qd.Riemannian) -> int:
+    assert optimizer._model is not None
+    return len(optimizer._model.replay._used)
+
+
+def same(ends: list[list[Tensor]]) -> None:
+    for other in ends[1:]:
+        torch.testing.assert_close(ends[0], other, rtol=1e-4, atol=1e-6)
+
+
+@pytest.mark.parametrize("in_place", [False, True])
+def test_derivatives_of_the_input_are_no_part_of_the_step(in_place: bool) -> None:
+    """Adversarial examples by one step: in most steps the metric is not due, and the first pass must not count either."""
+    model, loss, optimizer, x, t = problem()
+    for _ in range(12):
+        optimizer.zero_grad()
+        inputs = x.clone().requires_grad_()
+        (g,) = torch.autograd.grad(loss(model(inputs), t), inputs)
+        if in_place:
+            with torch.no_grad():
+                inputs += 0.1 * g.sign()
+        else:
+            inputs = inputs + 0.1 * g.sign()
+        loss(model(inputs.detach()), t).backward()
+        assert used(optimizer) == 1
+        optimizer.step()
+
+
+def test_what_other_parts_of_a_loop_backpropagated_is_gone_with_its_gradients() -> None:
+    """A discriminator sees the generator's pass too; it is the model's ``zero_grad`` that takes the gradients away."""
+    model, loss, optimizer, x, t = problem()
+    for _ in range(12):
+        loss(model(x + 1.0), t).backward()
+        model.zero_grad()
+        loss(model(x), t).backward()
+        (0.5 * loss(model(x), t)).backward()
+        assert used(optimizer) == 2
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+def test_an_optimizer_that_waits_keeps_one_minibatch() -> None:
+    model, loss, optimizer, x, t = problem()
+    other = torch.optim.SGD(model.parameters(), lr=0.1)
+    for _ in range(20):
+        other.zero_grad()
+        loss(model(x), t).backward()
+        other.step()
+    assert used(optimizer) == 1
+
+
+def train(
+    scale: float | None = None, by: float = 1.0, clip: float | None = None, pieces: int = 1
+) -> list[Tensor]:
+    model, loss, optimizer, x, t = problem()
+    scaler = torch.amp.GradScaler("cpu", init_scale=scale or 1.0, enabled=scale is not None)
+    for _ in range(12):
+        optimizer.zero_grad()
+        for xs, ts in zip(x.chunk(pieces), t.chunk(pieces)):
+            scaler.scale(by * loss(model(xs), ts) / pieces).backward()
+        if clip is not None:
+            scaler.unscale_(optimizer)
+            nn.utils.clip_grad_norm_(model.parameters(), clip)
+        scaler.step(optimizer)
+        scaler.update()
+    return [p.detach() for p in model.parameters()]
+
+
+@pytest.mark.parametrize("scale", [2.0, 16.0, 1000.0, 2.0**16])
+@pytest.mark.parametrize("pieces", [1, 2])
+def test_a_scaler_changes_nothing(scale: float, pieces: int) -> None:
+    same([train(pieces=pieces), train(scale, pieces=pieces)])
+
+
+@pytest.mark.parametrize("scale", [16.0, 2.0**16])
+def test_nor_with_clipped_gradients(scale: float) -> None:
+    same([train(clip=0.05), train(scale, clip=0.05)])
+
+
+@pytest.mark.parametrize("by", [0.25, 3.0, 32.0, 256.0])
+def test_nor_does_a_loss_that_is_multiplied(by: float) -> None:
+    """By the number of samples, say. The step is the same for any unit of the loss."""
+    same([train(), train(by=by), train(1024.0, by=by)])
+
+
+def test_a_scaler_of_one_optimizer_of_two() -> None:
+    """It divides the gradients of the one that it steps."""
+    ends: list[list[Tensor]] = []
+    for scale in (1.0, 64.0):
+        torch.manual_seed(0)
+        body, head, loss = nn.Linear(4, 6), nn.Linear(6, 3), qd.Categorical()
+        model = nn.Sequential(body, nn.Tanh(), head).double()
+        x, t = batch("categorical", 40, 4, 3)
+        ours: Any = qd.Riemannian(model, loss, params=[*body.parameters()])
+        theirs = torch.optim.SGD(head.parameters(), lr=0.1)
+        scaler = torch.amp.GradScaler("cpu", init_scale=scale)
+        for _ in range(8):
+            ours.zero_grad()
+            theirs.zero_grad()
+            scaler.scale(loss(model(x), t)).backward()
+            scaler.step(ours)
+            scaler.step(theirs)
+            scaler.update()
+        ends.append([p.detach() for p in model.parameters()])
+    same(ends)
