@@ -7,6 +7,8 @@ from pathlib import Path
 
 import pytest
 
+import quasidiag
+
 ROOT = Path(__file__).parent.parent
 BLOCK = re.compile(r"^```python[^\n]*\n(.*?)^```", re.MULTILINE | re.DOTALL)
 PAGES = [
@@ -30,3 +32,14 @@ def test_code_blocks_run(page: Path, tmp_path: Path, monkeypatch: pytest.MonkeyP
 
 def test_there_are_pages() -> None:
     assert len(PAGES) >= 8
+
+
+@pytest.mark.parametrize("place", ["README.md", "docs/index.md", "mkdocs.yml", "pyproject.toml"])
+def test_the_price_is_the_same_everywhere(place: str) -> None:
+    assert quasidiag.__doc__ is not None and "times the price of SGD" in quasidiag.__doc__
+    assert quasidiag.__doc__.rstrip(".") in (ROOT / place).read_text(encoding="utf-8")
+
+
+def test_nothing_is_installed_by_a_name_that_no_index_has() -> None:
+    pages = (ROOT / "docs").rglob("*.md")
+    assert not [p for p in pages if "pip install quasidiag" in p.read_text(encoding="utf-8")]

@@ -15,6 +15,8 @@ import os
 import sys
 from collections.abc import Sequence
 
+import quasidiag
+
 #: Command → module and what it does.
 COMMANDS: dict[str, tuple[str, str]] = {
     "demo": ("quasidiag.experiments.demo", "compare the eight algorithms on handwritten digits"),
@@ -45,7 +47,7 @@ def parser(command: str | None = None) -> argparse.ArgumentParser:
     """The parser of all commands; only the named one knows its arguments."""
     main_parser = argparse.ArgumentParser(
         prog="quasidiag",
-        description="Natural-gradient training at the price of RMSProp: the paper's experiments and instruments.",
+        description=f"{quasidiag.__doc__} The paper's experiments, and instruments.",
     )
     main_parser.add_argument("--version", action="store_true", help="print the version and stop")
     subparsers = main_parser.add_subparsers(dest="command", metavar="COMMAND", title="commands")
@@ -68,8 +70,6 @@ def main(argv: Sequence[str] | None = None) -> int:
             main_parser.error(f"unrecognized arguments: {' '.join(rest)}")
         arguments.settings = [*getattr(arguments, "settings", ()), *rest]
         if arguments.version:
-            import quasidiag
-
             print(quasidiag.__version__)
             return 0
         if arguments.command is None:
@@ -79,7 +79,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     except ModuleNotFoundError as error:
         if error.name and error.name.startswith("quasidiag"):
             raise
-        return _fail(f"{command} needs {error.name}: pip install 'quasidiag[experiments]'")
+        return _fail(f"{command} needs {error.name}: pip install '.[experiments]' in a checkout")
     except KeyboardInterrupt:
         print("stopped; the same command goes on from here", file=sys.stderr)
         return 130

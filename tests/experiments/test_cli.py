@@ -27,6 +27,7 @@ def test_version_and_help(capsys):
     assert main([]) == 2
     out = capsys.readouterr().out
     assert all(name in out for name in COMMANDS)
+    assert quasidiag.__doc__ in " ".join(out.split())
 
 
 @pytest.mark.parametrize("command", COMMANDS)
