@@ -10,7 +10,8 @@ is invariant to the change keeps the two functions equal for as long as they are
 them drift apart, and then what is learnt depends on how the data happened to be encoded.
 
     change = random_affine(model, seed=0)
-    drift = measure(lambda net, loss: qd.QDOP(net, loss, lr=1e-2), model, criterion, change, x, t)
+    make = lambda net, loss: qd.QDOP(net, loss, lr=1e-2, eps=0.0, floor=0.0)  # exact without both
+    drift = measure(make, model, criterion, change, x, t)
     drift.final, drift.moved
 """
 
