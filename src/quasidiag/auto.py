@@ -27,12 +27,12 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 from torch import Tensor
 
-from quasidiag import orthogonal, rest, together
+from quasidiag import bounce, orthogonal, rest, together
 from quasidiag.blocks import DiagonalBlock, UnitwiseBlock
+from quasidiag.directions import Direction, before_way, dot, dots, gathered, mean
 from quasidiag.moments import cast
 from quasidiag.proportions import echoes, further, power, proportions, shares, strengths, weights
-from quasidiag.quadratic import WHOLE, QuadraticModel, Report, before_way, dot, dots, gathered, mean
-from quasidiag.replay import Direction
+from quasidiag.quadratic import WHOLE, QuadraticModel, Report
 from quasidiag.stacks import Stack, in_order
 from quasidiag.sums import dtype_of
 
@@ -269,6 +269,8 @@ def _diagonal(optimizer: Riemannian) -> dict[Tensor, Tensor]:
 
 def descend_(optimizer: Riemannian, model: QuadraticModel, measures: bool) -> None:
     r""":math:`θ ← θ - α d`. A group's ``lr`` multiplies the whole step of its parameters."""
+    if measures:
+        bounce.ask(optimizer, model, _ranks(optimizer))
     report, parts, factor = model.report, _parts(optimizer), _factor(optimizer, model)
     gradient: Direction = {
         p: optimizer._gradient(p) for p in optimizer._group if p.grad is not None
@@ -347,7 +349,8 @@ def _factor(optimizer: Riemannian, model: QuadraticModel) -> float:
     """
     report, before = model.report, model.report.data
     factor = _largest(optimizer)
-    longer = max(0.0, LONGER / max(1.0, factor) - 1) * SOON / max(SOON, report.steps)
+    at_first = (LONGER / max(1.0, factor) - 1) * SOON / max(SOON, report.steps)
+    longer = max(0.0, at_first, math.exp(report.longer) / max(1.0, factor) - 1)
     factor *= report.warmth * (1 + longer * report.common)
     terms, report.data = model.content(FULL, _ranks(optimizer))
     same = math.isclose(report.data, before, rel_tol=SAME)

@@ -33,6 +33,10 @@ class OutputModel(nn.Module, ABC):
     #: values may be less than those of its parent must say so.
     least: float = -math.inf
 
+    def least_of(self, output: Tensor) -> float:
+        """The same for outputs of this shape: the constants of a density count."""
+        return self.least
+
     @abstractmethod
     def forward(self, output: Tensor, target: Tensor) -> Tensor:
         """The mean negative log-likelihood over the batch."""
@@ -250,10 +254,16 @@ class Gaussian(_Elementwise):
     def forward(self, output: Tensor, target: Tensor) -> Tensor:
         self._check(output, target)
         std = self.std.to(output.dtype)
-        constant = std.log().expand(output.shape[1:]).sum() + math.log(2 * math.pi) / 2 * (
-            output[0].numel()
-        )
-        return ((output - target) / std).square().sum() / (2 * output.shape[0]) + constant
+        squares = ((output - target) / std).square().sum() / (2 * output.shape[0])
+        return squares + self._constant(output, std)
+
+    def least_of(self, output: Tensor) -> float:
+        return float(self._constant(output, self.std))
+
+    @staticmethod
+    def _constant(output: Tensor, std: Tensor) -> Tensor:
+        each = std.log().expand(output.shape[1:])
+        return each.sum() + math.log(2 * math.pi) / 2 * each.numel()
 
     def residual(self, output: Tensor, target: Tensor) -> Tensor:
         return (output - target) / self._std(output).square()
@@ -298,6 +308,9 @@ class LearnedGaussian(Gaussian):
                 f"{tuple(output.shape[1:])}: there is one standard deviation for each, "
                 f"LearnedGaussian({tuple(output.shape[1:])})"
             )
+
+    def least_of(self, output: Tensor) -> float:
+        return self.least
 
     @property
     def std(self) -> Tensor:  # type: ignore[override]

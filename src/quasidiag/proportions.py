@@ -33,8 +33,8 @@ from typing import TYPE_CHECKING, Any
 from torch import Tensor
 
 from quasidiag.blocks import DiagonalBlock
+from quasidiag.directions import mean
 from quasidiag.orthogonal import WIDE
-from quasidiag.quadratic import mean
 from quasidiag.stacks import Stack, in_order
 
 if TYPE_CHECKING:

@@ -19,9 +19,9 @@ import torch
 from torch import Tensor
 
 from quasidiag import distributed
-from quasidiag.moments import cast
+from quasidiag.directions import Direction, before_way, dots, mean
 from quasidiag.outputs import OutputModel
-from quasidiag.replay import Batch, Direction, Replay
+from quasidiag.replay import Batch, Replay
 
 #: How much of the average of the quadratic forms survives a measurement, which is that of a share of the minibatch.
 FORMS = 0.5
@@ -36,6 +36,8 @@ STEPS, RISE, DECAY = 50, 1.2, 0.95
 #: Of the damping, relative to the curvature along the usual step. The upper one is the second where minibatches have
 #: their curvature in common, and the third where they do not.
 BOUNDS = 0.01, 1.0, 3.0
+#: The second is less where steps are to be longer (:mod:`quasidiag.bounce`), by this power of how much.
+LESS = 3
 #: That is what the echo tells, from the first of these on, and for certain at the second.
 ECHOES = -0.1, -0.3
 #: Steps that raised the loss by what they were to lower it (with its damping), or by what is usual if that is less, are
@@ -81,6 +83,9 @@ class Report:
         extent: how much of the step without damping the last one measured was, the factor included.
         echo: the part of the slope along it which the next minibatch finds left, on the average: negative where the step
             went too far for that one too.
+        bounce: how far above the place at rest training is, relative to the loss there, on the average.
+        bounces: how often that was asked for.
+        longer: the logarithm of how much longer steps may be for it.
         length: the squared length of the last step that was measured, in the metric, :math:`δ^⊤ M δ`.
         curvature: of the loss along it, relative to that, :math:`δ^⊤ F δ / δ^⊤ M δ`.
         usual: the average of such curvatures.
@@ -119,6 +124,9 @@ class Report:
     trend: float = 0.0
     extent: float = 0.0
     echo: float = 0.0
+    bounce: float = 0.0
+    bounces: int = 0
+    longer: float = 0.0
     length: float = 0.0
     curvature: float = 0.0
     usual: float = 0.0
@@ -406,12 +414,7 @@ class QuadraticModel:
         promise = report.stride * report.promise
         if not promise > 0:
             return False
-        start = before_way(update)
-        pairs = [
-            torch.stack(self.replay.values(b, start, self._jury(b))) * w
-            for w, b in self.replay.weighted()
-        ]
-        now, before = mean(torch.stack(pairs).sum(0).cpu(), ranks)
+        now, before = self._compared(before_way(update), ranks)
         if not before.isfinite():
             return False  # the data are to blame
         report.actual = float(now - before)
@@ -433,6 +436,26 @@ class QuadraticModel:
         self._damp(report.damping * change**report.stride, report.damping / 2)
         return False
 
+    def above(self, start: Direction, ranks: Any = None) -> float:
+        """How much higher the loss is than with the parameters ``start``, relative to what it could fall from there.
+
+        Not a number where it could fall for ever, or is as low as can be.
+        """
+        least = sum(weight * self.replay.least(batch) for weight, batch in self.replay.weighted())
+        if not start or not math.isfinite(least):
+            return math.nan
+        now, there = self._compared(start, ranks).tolist()
+        room = there - float(mean(torch.tensor(least, dtype=torch.float64), ranks))
+        return (now - there) / room if room > 0 else math.nan
+
+    def _compared(self, start: Direction, ranks: Any) -> Tensor:
+        """The loss, and what it would be with the parameters ``start``."""
+        pairs = [
+            torch.stack(self.replay.values(b, start, self._jury(b))) * w
+            for w, b in self.replay.weighted()
+        ]
+        return mean(torch.stack(pairs).sum(0).cpu(), ranks)
+
     def _jury(self, batch: Batch) -> float:
         """The share of a minibatch that judges."""
         terms = self.replay.terms(batch)
@@ -446,6 +469,7 @@ class QuadraticModel:
     def _damp(self, damping: float, most: float) -> None:
         """Within the bounds, or up to ``most`` where that is more: beyond them it halves with every good judgement."""
         low, shared, high = BOUNDS
+        shared *= math.exp(-LESS * self.report.longer)
         high *= (shared / high) ** self.report.common
         usual = self.report.usual
         self.report.damping = min(max(damping, low * usual), max(high * usual, most))
@@ -454,39 +478,3 @@ class QuadraticModel:
 def _gain(part: float) -> float:
     """What a part of the natural step lowers the loss by, for a slope of one along the whole."""
     return part * (1 - part / 2)
-
-
-def before_way(update: Direction) -> dict[Tensor, Tensor]:
-    """Where parameters were before they moved by so much, also in low precision."""
-    now = [cast(p.detach(), u.dtype) for p, u in update.items()]
-    before = torch._foreach_sub(now, [*update.values()])
-    return {p: cast(x, p.dtype) for p, x in zip(update, before)}
-
-
-def dots(covector: Direction, directions: Sequence[Direction]) -> Tensor:
-    """The product with each direction, over the parameters that both have; a device is waited for once."""
-    found, of = [], []
-    for i, u in enumerate(directions):
-        for p, v in u.items():
-            if (g := covector.get(p)) is not None:
-                found.append(torch.dot(v.flatten(), cast(g, v.dtype).flatten()))
-                of.append(i)
-    total = torch.zeros(len(directions), dtype=torch.float64)
-    if not found:
-        return total
-    return total.index_add_(0, torch.tensor(of), gathered(found))
-
-
-def dot(covector: Direction, u: Direction) -> Tensor:
-    """The product with one direction."""
-    return dots(covector, [u])[0]
-
-
-def gathered(numbers: Sequence[Tensor]) -> Tensor:
-    """As one, in float64 and on the CPU: a device is waited for once, and not as often as there are layers."""
-    return torch.stack([x.to(numbers[0].device) for x in numbers]).double().cpu()
-
-
-def mean(numbers: Tensor, ranks: Any) -> Tensor:
-    """Over the ranks, if there are several."""
-    return numbers if ranks is None else distributed.mean(numbers, ranks)

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import math
 import warnings
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -22,6 +22,8 @@ from torch.func import functional_call
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.hooks import RemovableHandle
 
+from quasidiag.directions import Direction
+from quasidiag.fingerprint import fingerprint
 from quasidiag.layers.composite import Surroundings
 from quasidiag.moments import cast
 from quasidiag.outputs import OutputModel
@@ -29,7 +31,6 @@ from quasidiag.probe import Hook, Loans, Outside, below, tensors
 from quasidiag.reading import Reading
 from quasidiag.witness import Witness
 
-Direction = Mapping[Tensor, Tensor]
 Moved = tuple[Tensor, Tensor, list[Tensor]]
 
 #: So many numbers of a minibatch's outputs become float64 at a time on a CPU: new memory costs more than arithmetic.
@@ -351,6 +352,11 @@ class Replay:
         """What the minibatches of this step came to."""
         return sum(weight * float(batch.loss) for weight, batch in self.weighted())
 
+    def least(self, batch: Batch) -> float:
+        """No less can the loss of a minibatch be."""
+        assert batch.reading is not None
+        return self.criterion.least_of(batch.reading.of(batch.call.outputs))
+
     def above_least(self) -> float:
         """How far that is above the least that it could be."""
         least = self.criterion.least
@@ -365,15 +371,9 @@ class Replay:
         return sum({batch.call: self.terms(batch) for batch in self._used}.values())
 
     def fingerprint(self) -> float:
-        """The same for the same samples, in whatever order; nan, which is like nothing, where no input is seen."""
-        found = 0.0
-        for call, t in {batch.call: batch.target for batch in self._used}.items():
-            inputs = [x for x in tensors(call.arguments) if _rows(x) == _rows(t) != 0]
-            if not inputs or not _rows(t):
-                return math.nan
-            seen = torch.stack([_projected(x, k).cpu() for k, x in enumerate([t, *inputs])])
-            found += float(seen.sum(0).square().sum())
-        return found
+        """What tells the data of this step from others'."""
+        found = {batch.call: batch.target for batch in self._used}
+        return fingerprint((t, [*tensors(call.arguments)]) for call, t in found.items())
 
     @property
     def _module(self) -> nn.Module:
@@ -482,17 +482,3 @@ def _detached(tree: Any) -> Any:
 def _versions(tree: Any) -> list[int]:
     """How often each tensor was written to; those made under ``inference_mode`` do not say."""
     return [-1 if x.is_inference() else x._version for x in tensors(tree)]
-
-
-def _rows(x: Tensor) -> int:
-    """How many samples a plain tensor may hold, one after the other."""
-    plain = x.layout == torch.strided and not (x.is_complex() or x.is_nested or x.is_meta)
-    return len(x) if plain and x.dim() else 0
-
-
-def _projected(x: Tensor, phase: int) -> Tensor:
-    """Each sample as one number, by weights that have no pattern."""
-    rows = (x if x.dim() > 1 else x.unsqueeze(1)).detach().flatten(1).double()
-    rows = rows.nan_to_num(0.0, 0.0, 0.0)
-    weights = torch.cos(1.7 * torch.arange(rows.shape[1], device=x.device).double() ** 1.1 + phase)
-    return rows @ weights

@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from quasidiag.quadratic import gathered
+from quasidiag.directions import gathered
 
 if TYPE_CHECKING:
     from quasidiag.optimizer import Riemannian
@@ -70,6 +70,15 @@ def lead_(optimizer: Riemannian) -> None:
         state["ahead"] = True
         if not optimizer.averaged:  # but whoever saved this state did
             forget_(state)
+
+
+def places(optimizer: Riemannian) -> dict[Tensor, Tensor]:
+    """Where parameters that are ahead have their rest."""
+    state = optimizer.state
+    ahead = [p for p in optimizer._group if state.get(p, {}).get("ahead")]
+    data = [p.detach() for p in ahead]
+    found = torch._foreach_sub(data, [state[p]["apart"] for p in ahead]) if ahead else ()
+    return dict(zip(ahead, found))
 
 
 def forget_(state: dict[str, Any]) -> None:

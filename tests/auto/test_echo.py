@@ -94,7 +94,7 @@ def test_deviations_become_an_average_of_the_last_minibatches() -> None:
 @pytest.mark.parametrize("lr", [0.5, 1.0, 1.2, 2.0])
 def test_steps_are_longer_after_the_first_where_curvature_is_common(lr: float) -> None:
     model, loss = mlp(5, 6, 3), qd.Gaussian()
-    optimizer = qd.Riemannian(model, loss, lr=lr, step="auto")
+    optimizer = qd.Riemannian(model, loss, lr=lr, step="auto", averaged=False)
     report, (x, t) = optimizer.auto, batch("gaussian", 500, 5, 3)
     assert report is not None
     for steps, echo, part in ((SOON, -1.0, 1.0), (4 * SOON, -1.0, 0.25), (SOON, 0.0, 0.0)):

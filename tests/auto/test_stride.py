@@ -12,7 +12,8 @@ from torch import Tensor, nn
 import quasidiag as qd
 from nets import batch, mlp
 from quasidiag import auto
-from quasidiag.quadratic import RECENT, Report, before_way
+from quasidiag.directions import before_way
+from quasidiag.quadratic import RECENT, Report
 
 pytestmark = pytest.mark.usefixtures("warm", "full")
 SIZES = (5, 8, 3)

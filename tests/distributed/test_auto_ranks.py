@@ -18,14 +18,20 @@ Found = tuple[Tensor, dict[str, float]]
 
 
 def learn(
-    network: nn.Module, data: list[tuple[Tensor, Tensor]], by: float = 0.0, **options: object
+    network: nn.Module,
+    data: list[tuple[Tensor, Tensor]],
+    by: float = 0.0,
+    late: bool = False,
+    **options: object,
 ) -> Found:
     """The parameters after training, and the last report."""
     criterion = qd.Categorical()
     # Targets that each rank draws for itself are not those of one process.
     rule = qd.Riemannian(network, criterion, metric="exact", **options)  # type: ignore[arg-type]
-    train(network, rule, data, criterion, lambda n: by * share(n) if by else 1.0)
     assert rule.auto is not None
+    if late:
+        rule.auto.steps, rule.auto.echo = 120, -1.0
+    train(network, rule, data, criterion, lambda n: by * share(n) if by else 1.0)
     report = {**vars(rule.auto), "samples": 0.0}  # a rank has its own of these
     for name in ("forms", "coefficients", "slopes"):
         report |= {f"{name}, {key}": number for key, number in report.pop(name).items()}
@@ -57,6 +63,7 @@ def ranks(rank: int, size: int) -> dict[str, Found]:
         "known": learn(DDP(sure()), [part(b, rank, size) for b in known()]),
         "even": learn(DDP(model()), [part(b, rank, size) for b in batches(STEPS)]),
         "uneven": learn(DDP(model()), uneven, by=1.0),
+        "late": learn(DDP(model()), uneven, by=1.0, late=True, step_every=1),
         "multiplied": learn(DDP(model()), uneven, by=64.0),
     }
 
@@ -65,8 +72,11 @@ def test_two_ranks_equal_one_with_all_samples() -> None:
     results = run(ranks, 2)
     whole = learn(model(), batches(STEPS), process_group=None)
     bounded = learn(sure(), known(), process_group=None)
+    late = learn(model(), batches(STEPS), late=True, step_every=1, process_group=None)
+    assert late[1]["bounces"] > 0
     assert bounded[1]["unbounded"] > 2 * bounded[1]["promise"] > 0
-    for kind, (parameters, report) in {"even": whole, "uneven": whole, "known": bounded}.items():
+    expected = {"even": whole, "uneven": whole, "known": bounded, "late": late}
+    for kind, (parameters, report) in expected.items():
         for result in results:
             same(result[kind][0], parameters)
             assert result[kind][1] == pytest.approx(report, rel=1e-6)

@@ -1,0 +1,50 @@
+"""Sums over the parameters of a direction, and over ranks."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from quasidiag import distributed
+from quasidiag.moments import cast
+
+Direction = Mapping[Tensor, Tensor]
+
+
+def before_way(update: Direction) -> dict[Tensor, Tensor]:
+    """Where parameters were before they moved by so much, also in low precision."""
+    now = [cast(p.detach(), u.dtype) for p, u in update.items()]
+    before = torch._foreach_sub(now, [*update.values()])
+    return {p: cast(x, p.dtype) for p, x in zip(update, before)}
+
+
+def dots(covector: Direction, directions: Sequence[Direction]) -> Tensor:
+    """The product with each direction, over the parameters that both have; a device is waited for once."""
+    found, of = [], []
+    for i, u in enumerate(directions):
+        for p, v in u.items():
+            if (g := covector.get(p)) is not None:
+                found.append(torch.dot(v.flatten(), cast(g, v.dtype).flatten()))
+                of.append(i)
+    total = torch.zeros(len(directions), dtype=torch.float64)
+    if not found:
+        return total
+    return total.index_add_(0, torch.tensor(of), gathered(found))
+
+
+def dot(covector: Direction, u: Direction) -> Tensor:
+    """The product with one direction."""
+    return dots(covector, [u])[0]
+
+
+def gathered(numbers: Sequence[Tensor]) -> Tensor:
+    """As one, in float64 and on the CPU: a device is waited for once, and not as often as there are layers."""
+    return torch.stack([x.to(numbers[0].device) for x in numbers]).double().cpu()
+
+
+def mean(numbers: Tensor, ranks: Any) -> Tensor:
+    """Over the ranks, if there are several."""
+    return numbers if ranks is None else distributed.mean(numbers, ranks)
