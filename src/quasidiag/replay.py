@@ -210,12 +210,13 @@ class Replay:
         if not self._used:
             raise RuntimeError(
                 "step='auto' saw no loss: compute it with the criterion that the optimizer was given, on the output of "
-                "a forward pass in training mode"
+                "a forward pass in training mode, outside of the model's forward"
             )
         if any(batch.reading is None for batch in self._used):
             raise RuntimeError(
                 "step='auto' could not find the criterion's output among what the model returned: call the criterion "
-                "on the model's output itself (or a view of it), or give an lr"
+                "on the model's output itself, a slice or another view of it (logits[:, :-1] as it is, where sequences are "
+                "shifted), or give an lr"
             )
         if not all(batch.intact for batch in self._used):
             raise RuntimeError(

@@ -45,7 +45,7 @@ def number(name: str, value: Any) -> None:
     if value is None and name == "floor":
         return
     try:
-        given = float(value)
+        given = math.nan if isinstance(value, str) else float(value)
     except (TypeError, ValueError) as error:
         raise TypeError(f"{name} must be a number, not {value!r}") from error
     limit = 1.0 if name in ("gamma", "momentum") else math.inf
@@ -118,15 +118,15 @@ def criterion(given: object, metric: str, loss_reduction: str) -> None:
 
 
 def fraction(name: str, value: float) -> None:
-    if not 0 < value <= 1:
-        raise ValueError(f"{name} must be in (0, 1], not {value}")
+    if not (isinstance(value, int | float) and 0 < value <= 1):
+        raise ValueError(f"{name} must be in (0, 1], not {value!r}")
 
 
 def safeguard(value: Any) -> tuple[float, float, float] | None:
     """Three bounds, or none."""
     if value is None:
         return None
-    bounds = tuple(value)
+    bounds = tuple(value) if isinstance(value, (tuple, list)) else ()
     if len(bounds) != 3 or not all(
         isinstance(b, (int, float)) and 0 <= b < math.inf for b in bounds
     ):

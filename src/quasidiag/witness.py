@@ -8,6 +8,8 @@ from collections.abc import Iterable
 import torch
 from torch import Tensor
 
+from quasidiag.directions import gathered
+
 #: So many of the smallest gradients are looked at.
 FEW = 4
 #: How far a factor may be from what it is taken for: the scaler divides in float32.
@@ -21,11 +23,12 @@ class Witness:
 
     def __init__(self) -> None:
         self._seen: list[tuple[Tensor, Tensor]] = []
+        self._shrunk: float | None = None
 
     def see(self, parameters: Iterable[Tensor]) -> None:
         """A backward pass is over."""
         have = sorted((p for p in parameters if p.grad is not None), key=Tensor.numel)[:FEW]
-        self._seen = [*zip(have, _sizes(have))]
+        self._seen, self._shrunk = [*zip(have, _sizes(have))], None
 
     def scale(self, total: float) -> float:
         """What the loss was multiplied by, and its gradients are divided by again; 1 if they are not.
@@ -35,16 +38,24 @@ class Witness:
         """
         if not LEAST * (1 - ROUNDING) <= total < math.inf:
             return 1.0
-        have = [(p, size) for p, size in self._seen if p.grad is not None]
-        before = sum(float(size) for _, size in have)
-        now = sum(float(size) for size in _sizes([p for p, _ in have]))
-        shrunk = before / now if now > 0 else 1.0
+        if self._shrunk is None:  # a step asks several times, and a device is waited for
+            self._shrunk = self._compare()
+        shrunk = self._shrunk
         if not math.sqrt(total) < shrunk < math.inf:
             return 1.0
         for exact in (_power(shrunk), total):
             if math.isclose(shrunk, exact, rel_tol=ROUNDING):
                 return exact
         return _power(total)  # they were clipped as well
+
+    def _compare(self) -> float:
+        """How many times smaller the gradients are now."""
+        have = [(p, size) for p, size in self._seen if p.grad is not None]
+        if not have:
+            return 1.0
+        sizes = [*(size for _, size in have), *_sizes([p for p, _ in have])]
+        before, now = gathered(sizes).view(2, -1).sum(1).tolist()
+        return before / now if now > 0 else 1.0
 
 
 def _power(x: float) -> float:
