@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from quasidiag.quadratic import QuadraticModel, Report
 
 #: Twice the step of a parabola leads to the same height on the other side.
-LONGEST = 2.0
+TWICE = 2.0
 #: A bounce of less than this is small.
 SMALL = 0.03
 #: So much does the logarithm of the factor grow at once, where there is none. How much of its average a new bounce is.
@@ -47,4 +47,4 @@ def lengthen(report: Report, bounce: float) -> None:
     report.bounces += 1
     report.bounce += max(NEW, 1 / report.bounces) * (bounce - report.bounce)
     growth = GROWTH * min(max(1 - report.bounce / SMALL, -1.0), 1.0)
-    report.longer = min(max(report.longer + growth, 0.0), math.log(LONGEST))
+    report.longer = min(max(report.longer + growth, 0.0), math.log(TWICE))

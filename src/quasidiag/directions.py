@@ -1,4 +1,4 @@
-"""Sums over the parameters of a direction, and over ranks."""
+"""Directions in the space of the parameters: products with them, ways along them, and means over ranks."""
 
 from __future__ import annotations
 

@@ -116,8 +116,8 @@ class Batch:
 class Replay:
     """Remembers the calls of ``model`` in training and what ``criterion`` said of their outputs.
 
-    Only what went into the gradients that the ``parameters`` have now counts: where none has one, a backward pass begins
-    anew.
+    Only what went into the gradients that the ``parameters`` have now counts: where none has one (zeros are one), a
+    backward pass begins anew.
     """
 
     def __init__(
@@ -145,8 +145,11 @@ class Replay:
         self._around, self._calls, self._batches = None, [], []
 
     def restart(self) -> None:
-        """Drop what was backpropagated; forward passes may still be waiting for theirs."""
+        """Drop what was backpropagated, until it is once more; forward passes may still be waiting for theirs."""
+        gone = [batch for batch in self._batches if batch.weight is not None]
         self._batches = [batch for batch in self._batches if batch.weight is None]
+        for batch in gone:
+            batch.weight = None
 
     def close(self) -> None:
         """Leave no hook behind."""
@@ -186,6 +189,8 @@ class Replay:
         def backpropagated(gradient: Tensor) -> None:
             if loan.lent is not None:
                 self._begin()
+                if loan.lent not in self._batches:
+                    self._batches.append(loan.lent)
                 before = loan.lent.weight
                 loan.lent.weight = gradient.detach() if before is None else before + gradient
 
@@ -206,7 +211,8 @@ class Replay:
         return any(id(getattr(node, "variable", None)) in own for node in below(output))
 
     def check(self) -> None:
-        """There is a minibatch to replay."""
+        """There is a minibatch to replay, for the step that begins."""
+        self._witness.look_again()
         if not self._used:
             raise RuntimeError(
                 "step='auto' saw no loss: compute it with the criterion that the optimizer was given, on the output of "

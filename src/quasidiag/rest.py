@@ -75,7 +75,8 @@ def lead_(optimizer: Riemannian) -> None:
 def places(optimizer: Riemannian) -> dict[Tensor, Tensor]:
     """Where parameters that are ahead have their rest."""
     state = optimizer.state
-    ahead = [p for p in optimizer._group if state.get(p, {}).get("ahead")]
+    every = ((p, state.get(p, {})) for p in optimizer._group)
+    ahead = [p for p, kept in every if kept.get("ahead") and kept["apart"].device == p.device]
     data = [p.detach() for p in ahead]
     found = torch._foreach_sub(data, [state[p]["apart"] for p in ahead]) if ahead else ()
     return dict(zip(ahead, found))

@@ -10,11 +10,11 @@ from torch import Tensor
 
 from quasidiag.directions import gathered
 
-#: So many of the smallest gradients are looked at.
+#: So many of the smallest gradients that are not zero are enough.
 FEW = 4
 #: How far a factor may be from what it is taken for: the scaler divides in float32.
 ROUNDING = 1e-3
-#: No scaler multiplies by less.
+#: A scaler that has come down to less is not noticed: losses have weights of their own.
 LEAST = 2.0
 
 
@@ -27,14 +27,27 @@ class Witness:
 
     def see(self, parameters: Iterable[Tensor]) -> None:
         """A backward pass is over."""
-        have = sorted((p for p in parameters if p.grad is not None), key=Tensor.numel)[:FEW]
-        self._seen, self._shrunk = [*zip(have, _sizes(have))], None
+        have = sorted((p for p in parameters if p.grad is not None), key=Tensor.numel)
+        self._seen, self._shrunk = [], None
+        if any(not p.is_cpu for p in have):  # to look for zeros would be to wait
+            self._seen = [*zip(have, _sizes(have))]
+            return
+        for p in have:
+            (size,) = _sizes([p])
+            self._seen += [(p, size)] if size > 0 else []
+            if len(self._seen) == FEW:
+                break
+
+    def look_again(self) -> None:
+        """A step begins: the gradients are what they will be."""
+        self._shrunk = None
 
     def scale(self, total: float) -> float:
         """What the loss was multiplied by, and its gradients are divided by again; 1 if they are not.
 
         Losses with weights that add up to ``total`` may be a scaler's, or only somebody's who multiplies them by that.
-        Gradients that were clipped are smaller too, but rarely by half as many powers.
+        Gradients that were clipped are smaller too: by no more than a root of it, they are nothing but clipped. By more
+        they may have been divided, and then it was by no more than they shrank.
         """
         if not LEAST * (1 - ROUNDING) <= total < math.inf:
             return 1.0
@@ -46,7 +59,7 @@ class Witness:
         for exact in (_power(shrunk), total):
             if math.isclose(shrunk, exact, rel_tol=ROUNDING):
                 return exact
-        return _power(total)  # they were clipped as well
+        return min(2.0 ** math.floor(math.log2(shrunk)), _power(total))
 
     def _compare(self) -> float:
         """How many times smaller the gradients are now."""

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 import quasidiag as qd
 from nets import OUTPUTS, batch, criterion, mlp
 from quasidiag import bounce, rest
-from quasidiag.bounce import GROWTH, LATER, LONGEST, NEW, SMALL, lengthen
+from quasidiag.bounce import GROWTH, LATER, NEW, SMALL, TWICE, lengthen
 from quasidiag.quadratic import BOUNDS, LESS, QuadraticModel, Report
 
 
@@ -40,10 +40,10 @@ def test_steps_get_longer_while_there_is_none_and_shorter_where_it_is_large() ->
     for _ in range(6):
         lengthen(report, 0.0)
         grown.append(report.longer)
-    assert grown == pytest.approx([min(GROWTH * (k + 1), math.log(LONGEST)) for k in range(6)])
+    assert grown == pytest.approx([min(GROWTH * (k + 1), math.log(TWICE)) for k in range(6)])
     for _ in range(99):
         lengthen(report, SMALL)
-    assert report.longer == pytest.approx(math.log(LONGEST)) and report.bounces == 105
+    assert report.longer == pytest.approx(math.log(TWICE)) and report.bounces == 105
     for _ in range(99):
         lengthen(report, 1.0)
     assert report.longer == 0.0
@@ -108,7 +108,7 @@ def test_steps_are_that_much_longer(lr: float) -> None:
 
 
 def test_the_damping_is_bounded_by_less_where_steps_are_to_be_longer() -> None:
-    for longer in (0.0, math.log(LONGEST)):
+    for longer in (0.0, math.log(TWICE)):
         report = Report(usual=2.0, echo=-1.0, longer=longer)
         model = QuadraticModel.__new__(QuadraticModel)
         model.report = report
@@ -126,11 +126,23 @@ def test_no_loss_is_less_than_its_least(kind: str) -> None:
         assert float(loss(t, t)) == pytest.approx(least)
 
 
+def test_a_density_with_other_values_says_its_own_least() -> None:
+    class Squares(qd.Gaussian):
+        def forward(self, output: Tensor, target: Tensor) -> Tensor:
+            return (output - target).square().mean()
+
+    class Bounded(Squares):
+        least = 0.0
+
+    found = [kind().least_of(torch.zeros(4, 2)) for kind in (qd.Gaussian, Squares, Bounded)]
+    assert found == pytest.approx([math.log(2 * math.pi), -math.inf, 0.0])
+
+
 def test_targets_without_noise_are_learned_further(monkeypatch: pytest.MonkeyPatch) -> None:
     """Where the valley is the same for all minibatches."""
     ends = []
-    for most in (LONGEST, 1.0):
-        monkeypatch.setattr(bounce, "LONGEST", most)
+    for most in (TWICE, 1.0):
+        monkeypatch.setattr(bounce, "TWICE", most)
         torch.manual_seed(0)
         model, loss = mlp(2, 24, 24, 1, activation="tanh").float(), qd.Gaussian()
         optimizer = qd.Riemannian(model, loss)

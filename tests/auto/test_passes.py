@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 import quasidiag as qd
 from nets import batch, mlp
+from quasidiag.witness import Witness
 
 
 def problem() -> tuple[nn.Sequential, qd.OutputModel, qd.Riemannian, Tensor, Tensor]:
@@ -68,10 +69,28 @@ def test_an_optimizer_that_waits_keeps_one_minibatch() -> None:
     assert used(optimizer) == 1
 
 
+def test_a_loss_that_is_backpropagated_once_more_counts_once() -> None:
+    model, loss, optimizer, x, t = problem()
+    for k in range(12):
+        optimizer.zero_grad()
+        value = loss(model(x), t)
+        if not optimizer._collector.due:  # the metric asks once
+            torch.autograd.grad(value, [*model.parameters()], retain_graph=True)
+        value.backward()
+        assert used(optimizer) == 1 and k == optimizer.steps
+        optimizer.step()
+
+
 def train(
-    scale: float | None = None, by: float = 1.0, clip: float | None = None, pieces: int = 1
+    scale: float | None = None,
+    by: float = 1.0,
+    clip: float | None = None,
+    pieces: int = 1,
+    zero: bool = False,
 ) -> list[Tensor]:
     model, loss, optimizer, x, t = problem()
+    if zero:  # at first nothing but the last layer has a gradient
+        nn.init.zeros_(model[-1].weight)
     scaler = torch.amp.GradScaler("cpu", init_scale=scale or 1.0, enabled=scale is not None)
     for _ in range(12):
         optimizer.zero_grad()
@@ -100,6 +119,43 @@ def test_nor_with_clipped_gradients(scale: float) -> None:
 def test_nor_does_a_loss_that_is_multiplied(by: float) -> None:
     """By the number of samples, say. The step is the same for any unit of the loss."""
     same([train(), train(by=by), train(1024.0, by=by)])
+
+
+def test_a_scaler_is_noticed_by_gradients_that_are_not_zero() -> None:
+    same([train(zero=True), train(2.0**16, zero=True)])
+
+
+@pytest.mark.parametrize("clip", [0.5, 5.0])
+@pytest.mark.parametrize("scale", [None, 2.0**16])
+def test_a_loss_that_is_multiplied_and_clipped_goes_down(scale: float | None, clip: float) -> None:
+    """What it was divided by is not known exactly then, but nearly; and clipped gradients shorten the step."""
+    model, loss, _, x, t = problem()
+    first = float(loss(model(x), t).detach())
+    for p, w in zip(model.parameters(), train(scale, by=500.0, clip=clip)):
+        p.data = w
+    assert float(loss(model(x), t).detach()) < 0.95 * first
+
+
+@pytest.mark.parametrize(
+    ("shrunk", "total", "scale"),
+    [
+        (1.0, 500.0, 1.0),
+        (20.0, 500.0, 1.0),
+        (100.0, 500.0, 64.0),
+        (65536.0, 65536.0, 65536.0),
+        (1000.0, 1000.0, 1000.0),
+        (65536.0 * 1.5, 65536.0, 65536.0),
+        (65536.0 * 1.5, 65536.0 * 500, 65536.0),
+        (65536.0 * 100, 65536.0, 65536.0),
+    ],
+)
+def test_what_gradients_were_divided_by(shrunk: float, total: float, scale: float) -> None:
+    p = nn.Parameter(torch.zeros(3))
+    p.grad = torch.tensor([1.0, -shrunk, 0.5])
+    witness = Witness()
+    witness.see([p])
+    p.grad /= shrunk
+    assert witness.scale(total) == scale
 
 
 def test_a_scaler_of_one_optimizer_of_two() -> None:

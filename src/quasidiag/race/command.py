@@ -41,11 +41,12 @@ def add_parser(subparsers: Any) -> None:
     )
     parser.add_argument("--jobs", type=options.whole, default=os.cpu_count() or 1, metavar="N")
     parser.add_argument("--time-limit", type=float, metavar="SECONDS", help="then stop, resumably")
-    parser.add_argument("--dry-run", action="store_true", help="print the runs that would be done")
-    parser.add_argument(
+    instead = parser.add_mutually_exclusive_group()
+    instead.add_argument("--dry-run", action="store_true", help="print the runs that would be done")
+    instead.add_argument(
         "--time", action="store_true", help="only time the contenders' steps, in turns, alone"
     )
-    parser.add_argument("--summary", action="store_true", help="only sum up the runs there are")
+    instead.add_argument("--summary", action="store_true", help="only sum up the runs there are")
     parser.add_argument("--out", metavar="DIR", help="tables, numbers and pictures (RUNS/race)")
     options.add_device(parser)
     options.add_runs(parser)
