@@ -79,7 +79,6 @@ def test_negative_or_non_finite_hyperparameters(name: str, value: float) -> None
         {"metric_fraction": 1.5},
         {"metric_fraction": "half"},
         {"safeguard": 0.1},
-        {"eps": "1e-8"},
         {"metric_start": 0},
         {"metric_start": "last"},
         {"loss_reduction": "none"},

@@ -45,9 +45,11 @@ def number(name: str, value: Any) -> None:
     if value is None and name == "floor":
         return
     try:
-        given = math.nan if isinstance(value, str) else float(value)
-    except (TypeError, ValueError) as error:
-        raise TypeError(f"{name} must be a number, not {value!r}") from error
+        given = None if isinstance(value, str) else float(value)
+    except (TypeError, ValueError):
+        given = None
+    if given is None:
+        raise TypeError(f"{name} must be a number, not {value!r}")
     limit = 1.0 if name in ("gamma", "momentum") else math.inf
     if not (math.isfinite(given) and 0 <= given <= limit):
         bound = "between 0 and 1" if limit == 1.0 else "finite and not negative"

@@ -143,7 +143,8 @@ def test_a_refused_group_leaves_the_optimizer_as_it_was() -> None:
         ({"params": [nn.Parameter(torch.zeros(2, dtype=torch.complex64))]}, TypeError),
         ({"params": [nn.Parameter(torch.zeros(2))], "lr": -1.0}, ValueError),
         ({"params": [nn.Parameter(torch.zeros(2))], "gamma": float("nan")}, ValueError),
-        ({"params": [nn.Parameter(torch.zeros(2))], "eps": "small"}, TypeError),
+        ({"params": [nn.Parameter(torch.zeros(2))], "eps": "1e-8"}, TypeError),
+        ({"params": [nn.Parameter(torch.zeros(2))], "eps": torch.zeros(2)}, TypeError),
         ({"params": list(model[0].parameters())}, ValueError),
     ):
         with pytest.raises(error):
