@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from quasidiag.directions import gathered
+from quasidiag.directions import before_way, gathered
 
 if TYPE_CHECKING:
     from quasidiag.optimizer import Riemannian
@@ -60,7 +60,7 @@ def lead_(optimizer: Riemannian) -> None:
 
     As ``data``: graphs of the parameters at rest (a penalty on weights, say) may be waiting for the same backward pass.
     """
-    data, states = _of(optimizer, ahead=False)
+    data, states = _data(optimizer, ahead=False)
     if not data:
         return
     for state in _changed(data, states):
@@ -74,12 +74,8 @@ def lead_(optimizer: Riemannian) -> None:
 
 def places(optimizer: Riemannian) -> dict[Tensor, Tensor]:
     """Where parameters that are ahead have their rest."""
-    state = optimizer.state
-    every = ((p, state.get(p, {})) for p in optimizer._group)
-    ahead = [p for p, kept in every if kept.get("ahead") and kept["apart"].device == p.device]
-    data = [p.detach() for p in ahead]
-    found = torch._foreach_sub(data, [state[p]["apart"] for p in ahead]) if ahead else ()
-    return dict(zip(ahead, found))
+    apart = {p: state["apart"] for p, state in _of(optimizer, ahead=True).items()}
+    return before_way(apart) if apart else {}
 
 
 def forget_(state: dict[str, Any]) -> None:
@@ -90,7 +86,7 @@ def forget_(state: dict[str, Any]) -> None:
 
 def settle_(optimizer: Riemannian) -> None:
     """Come to rest, :math:`x = z - e`."""
-    data, states = _of(optimizer, ahead=True)
+    data, states = _data(optimizer, ahead=True)
     if not data:
         return
     torch._foreach_sub_(data, [state["apart"] for state in states])
@@ -98,15 +94,19 @@ def settle_(optimizer: Riemannian) -> None:
         state["ahead"], state["norm"] = False, norm
 
 
-def _of(optimizer: Riemannian, ahead: bool) -> tuple[list[Tensor], list[dict[str, Any]]]:
+def _of(optimizer: Riemannian, ahead: bool) -> dict[Tensor, dict[str, Any]]:
     """What has another place to be, and its state; one that is frozen, or has gone to another device, stays."""
-    every = [(p, optimizer.state.get(p, {})) for p in optimizer._group if p.requires_grad]
-    found = [
-        (p.data, state)
+    every = ((p, optimizer.state.get(p, {})) for p in optimizer._group if p.requires_grad)
+    return {
+        p: state
         for p, state in every
         if state.get("ahead") is ahead and state["apart"].device == p.device
-    ]
-    return [p for p, _ in found], [state for _, state in found]
+    }
+
+
+def _data(optimizer: Riemannian, ahead: bool) -> tuple[list[Tensor], list[dict[str, Any]]]:
+    found = _of(optimizer, ahead)
+    return [p.data for p in found], [*found.values()]
 
 
 def _changed(data: list[Tensor], states: list[dict[str, Any]]) -> list[dict[str, Any]]:
