@@ -27,7 +27,7 @@ class Defaults(NamedTuple):
 
 
 #: Of each unit's mean variance, of its layer's, and of the layer's mean ``m00`` (``reductions.safeguarded``).
-SAFEGUARD = (0.1, 0.01, 0.1)
+SAFEGUARD = (0.1, 0.1, 0.1)
 #: ``fixed`` is the paper's. With ``auto`` the ``lr`` is a factor, the metric starts as a plain average, and what keeps
 #: the solve away from zero is relative.
 DEFAULTS = {

@@ -31,11 +31,14 @@ SHARE, MOST, FEWEST = 0.5, 2048, 128
 #: So many terms are enough to judge by, where there are twice as many.
 JUDGES = 4096
 #: What the steps did to the loss is summed up over about this many of them. While the sum is a rise the damping grows
-#: by a factor a step, else it falls by one.
-STEPS, RISE, DECAY = 50, 1.2, 0.95
+#: by a factor a step, the first where minibatches have their curvature in common, else it falls by one.
+STEPS, RISES, DECAY = 50, (1.2, 2.0), 0.95
 #: Of the damping, relative to the curvature along the usual step. The upper one is the second where minibatches have
-#: their curvature in common, and the third where they do not.
-BOUNDS = 0.01, 1.0, 3.0
+#: their curvature in common, and the third where they do not, or up to the fourth: where the model promises less than
+#: this of what the loss could fall, by the square of how much less. Then the loss rises from noise, and not because each
+#: minibatch is known by heart, and forgotten until it comes again.
+BOUNDS = 0.01, 1.0, 3.0, 10.0
+LITTLE = 0.25
 #: The second is less where steps are to be longer (:mod:`quasidiag.bounce`), by this power of how much.
 LESS = 3
 #: That is what the echo tells, from the first of these on, and for certain at the second.
@@ -76,6 +79,7 @@ class Report:
         promise: how much the damped model is lowered by that step at a factor of 1.
         hope: the average of its logarithm.
         unbounded: how much the model itself, without damping, would be lowered if a loss could fall below its least value.
+        grasp: the average of the logarithm of that, relative to what the loss could fall.
         stride: steps since, with that one.
         actual: the change that the last steps judged had brought, on the minibatch after them.
         ratio: of that to what was predicted of so many.
@@ -118,6 +122,7 @@ class Report:
     promise: float = 0.0
     hope: float = 0.0
     unbounded: float = 0.0
+    grasp: float = 0.0
     stride: int = 0
     actual: float = float("nan")
     ratio: float = float("nan")
@@ -197,10 +202,21 @@ class Report:
         return min(1.0, FIRST + (1 - FIRST) * self.steps / WARM_UP)
 
     @property
+    def fresh(self) -> float:
+        """How much of its averages a measurement is. They begin with the first one that there is."""
+        return 1 / min(self.steps + 1, STEPS) if self.usual else 1.0
+
+    @property
     def common(self) -> float:
         """How far minibatches have in common what makes steps short: from 0, each its own curvature, to 1."""
         first, certain = ECHOES
         return min(max((self.echo - first) / (certain - first), 0.0), 1.0)
+
+    @property
+    def rise(self) -> float:
+        """What the damping grows by in a step, while the loss rises."""
+        common, own = RISES
+        return own * (common / own) ** self.common
 
     @property
     def listens(self) -> bool:
@@ -307,6 +323,8 @@ class QuadraticModel:
         most = max(room, report.unbounded)
         promise = -0.5 * float(linear @ minimiser(linear, fisher))
         report.unbounded = promise
+        if promise > 0 and room > 0:
+            report.grasp += report.fresh * (math.log(promise) - math.log(room) - report.grasp)
         return most / promise if 0 < most < promise else 1.0
 
     def _expect(
@@ -317,12 +335,11 @@ class QuadraticModel:
         steep: float = 0.0,
         part: float = 1.0,
     ) -> None:
-        """Of a step at a factor of 1. The averages begin with the first one that there is.
+        """Of a step at a factor of 1.
 
         The form is larger by one over ``part`` where a loss has a least value; what is usual is as it was measured.
         """
-        report, weight = self.report, 1 / min(self.report.steps + 1, STEPS)
-        weight = weight if report.usual else 1.0
+        report, weight = self.report, self.report.fresh
         if length > 0:
             measured = float(form / length)
             report.curvature = measured / part
@@ -432,7 +449,7 @@ class QuadraticModel:
             return True
         # On its own minibatch every step is good, and on the next one nearly every second is bad: what counts is the sum.
         report.trend = (1 - 1 / STEPS) ** report.stride * report.trend + report.actual
-        change = RISE if report.trend > 0 else DECAY
+        change = report.rise if report.trend > 0 else DECAY
         self._damp(report.damping * change**report.stride, report.damping / 2)
         return False
 
@@ -468,8 +485,10 @@ class QuadraticModel:
 
     def _damp(self, damping: float, most: float) -> None:
         """Within the bounds, or up to ``most`` where that is more: beyond them it halves with every good judgement."""
-        low, shared, high = BOUNDS
+        low, shared, high, highest = BOUNDS
         shared *= math.exp(-LESS * self.report.longer)
+        little = max(math.log(LITTLE) - self.report.grasp, 0.0)
+        high = math.exp(min(math.log(high) + 2 * little, math.log(highest)))
         high *= (shared / high) ** self.report.common
         usual = self.report.usual
         self.report.damping = min(max(damping, low * usual), max(high * usual, most))

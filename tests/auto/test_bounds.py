@@ -149,7 +149,7 @@ def test_retreat_upon_retreat_knows_no_bound() -> None:
     assert report is not None
     for _ in range(3):
         train(model, loss, rule, x, t)
-    high = quadratic.BOUNDS[2] * report.usual
+    high = quadratic.BOUNDS[3] * report.usual
     for retreats in (1, 2, 3):
         with torch.no_grad():
             for p in model.parameters():

@@ -57,7 +57,7 @@ def test_what_tells_nothing_is_not_heard() -> None:
 
 
 def test_the_damping_is_bounded_by_less_where_curvature_is_common() -> None:
-    low, shared, high = BOUNDS
+    low, shared, high, _ = BOUNDS
     first, certain = ECHOES
     for echo, bound in ((0.5, high), (first, high), (certain, shared), (-1.0, shared)):
         report = listener(usual=3.0, echo=echo)

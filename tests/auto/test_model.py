@@ -13,7 +13,7 @@ from torch import Tensor, nn
 import quasidiag as qd
 from nets import OUTPUTS, STD, batch, criterion, linear_layers, mlp
 from quasidiag.auto import reach
-from quasidiag.quadratic import BOUNDS, DECAY, FORMS, RISE, SHORTEST, QuadraticModel, minimiser
+from quasidiag.quadratic import BOUNDS, DECAY, FORMS, RISES, SHORTEST, QuadraticModel, minimiser
 from quasidiag.reductions import safeguarded
 from quasidiag.reference import completion
 
@@ -125,7 +125,7 @@ def test_actual_decrease_is_that_of_samples_the_step_has_not_seen() -> None:
             assert report.ratio == pytest.approx(report.actual / predicted)
             trend = 0.98 * trend + report.actual
             assert report.trend == pytest.approx(trend)
-            change = RISE if trend > 0 else DECAY
+            change = RISES[1] if trend > 0 else DECAY  # nothing was heard yet
             assert report.damping == pytest.approx(max(damping * change, 0.01 * usual))
         usual = report.usual
     assert report.retreats == 0
@@ -152,7 +152,7 @@ def test_the_damping_rises_with_the_loss() -> None:
             loss(model(x), t).backward()
         optimizer.step()
     assert report.actual > 0 and report.retreats == 0
-    assert report.damping == pytest.approx(max(damping * RISE, 0.01 * usual))
+    assert report.damping == pytest.approx(max(damping * RISES[1], 0.01 * usual))
 
 
 def test_a_step_that_did_harm_is_taken_back() -> None:
@@ -179,7 +179,7 @@ def test_a_step_that_did_harm_is_taken_back() -> None:
     part = before.promise / (report.actual + 2 * before.promise)
     assert 0 < part < 1 and report.retreats == 1
     longer = (before.curvature + before.damping) / max(part, SHORTEST) - before.curvature
-    assert report.damping == pytest.approx(min(longer, BOUNDS[2] * before.usual))
+    assert report.damping == pytest.approx(min(longer, BOUNDS[3] * before.usual))
     torch.testing.assert_close(optimizer.moments(model[0]).mii, metric, rtol=0, atol=0)
     torch.testing.assert_close([p.detach() for p in model.parameters()], good, rtol=1e-9, atol=1e-9)
     optimizer.zero_grad()
