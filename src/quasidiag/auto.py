@@ -116,7 +116,7 @@ def retreat_(optimizer: Riemannian, model: QuadraticModel) -> bool:
     for p, before in before_way(update).items():
         if p.requires_grad:  # or it was frozen where it is
             p.copy_(before)
-            rest.forget_(optimizer.state[p])  # an average of bad places is no better
+            rest.back_(optimizer.state[p])  # an average of bad places is no better
         del optimizer.state[p]["update"]
     report.length, report.stride, report.steady = 0.0, 0, False
     report.retreats += 1
@@ -285,6 +285,7 @@ def descend_(optimizer: Riemannian, model: QuadraticModel, measures: bool) -> No
     if measures:
         for p in _way(optimizer):
             del optimizer.state[p]["update"]
+        rest.mark_(optimizer)
         best = _measure(optimizer, model, gradient, named, factor, float(dot(gradient, known)))
         report.stride, report.parts = 0, parts
     else:

@@ -271,7 +271,7 @@ class Riemannian(Saved):
                 known = before.get(block.home, block.parameters)
                 if [*map(id, known)] != [*map(id, block.parameters)]:
                     for p in block.parameters:
-                        kept, stays = self.state[p], ("momentum", "apart", "ahead", "norm")
+                        kept, stays = self.state[p], ("momentum", *rest.KEPT)
                         self.state[p] = {k: kept[k] for k in stays if k in kept}
             self._watch()
             if self._model is not None:

@@ -8,7 +8,8 @@ the places :math:`z` that training comes to are averaged,
 and :math:`x` is what the model holds between two steps, when it is evaluated or saved. A forward pass in training begins
 by moving ahead to :math:`z = x + e`, and a step that moved by :math:`δ` ends by coming back:
 :math:`e ← (1 - \tfrac1w)(e + δ)`, :math:`x = z - e`. A parameter that somebody else has changed in between (clamped,
-masked, loaded) stays where it was put, and training goes on from there.
+masked, loaded) stays where it was put, and training goes on from there. Steps that are taken back never were: :math:`e`
+is then again what it was when they began.
 """
 
 from __future__ import annotations
@@ -26,6 +27,8 @@ if TYPE_CHECKING:
 
 #: The average is one over the last one in so many of all steps so far, and over so many at most.
 PART, MOST = 7, 30.0
+#: What is kept of a parameter that has another place to be.
+KEPT = ("apart", "mark", "ahead", "norm")
 
 
 def window(steps: int) -> float:
@@ -65,6 +68,7 @@ def lead_(optimizer: Riemannian) -> None:
         return
     for state in _changed(data, states):
         state["apart"].zero_()
+        state.pop("mark", None)
     torch._foreach_add_(data, [state["apart"] for state in states])
     for state in states:
         state["ahead"] = True
@@ -78,9 +82,27 @@ def places(optimizer: Riemannian) -> dict[Tensor, Tensor]:
     return before_way(apart) if apart else {}
 
 
+def mark_(optimizer: Riemannian) -> None:
+    """Keep how far parameters are from rest: the steps that follow may be taken back."""
+    states = [*_of(optimizer, ahead=True).values()]
+    for state in states:
+        if "mark" not in state:
+            state["mark"] = torch.empty_like(state["apart"])
+    if states:
+        torch._foreach_copy_([s["mark"] for s in states], [s["apart"] for s in states])
+
+
+def back_(state: dict[str, Any]) -> None:
+    """Have the rest again that was there at the mark; without one, a parameter was where training was."""
+    if "mark" in state:
+        state["apart"].copy_(state["mark"])
+    else:
+        forget_(state)
+
+
 def forget_(state: dict[str, Any]) -> None:
     """Let a parameter be where it is."""
-    for key in ("apart", "ahead", "norm"):
+    for key in KEPT:
         state.pop(key, None)
 
 

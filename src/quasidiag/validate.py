@@ -266,7 +266,7 @@ def loadable(state_dict: Any, version: int, automatic: bool) -> None:
 
 
 #: What is kept of a parameter in its own shape.
-SHAPED = ("m00", "mii", "average", "update", "apart", "momentum", "square")
+SHAPED = ("m00", "mii", "average", "update", "apart", "mark", "momentum", "square")
 
 
 def fits(state_dict: dict[str, Any], parameters: Iterable[Tensor], name_of: Any) -> None:

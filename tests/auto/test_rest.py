@@ -223,24 +223,61 @@ def test_a_step_that_is_not_taken_comes_back_to_the_same_rest(nonfinite: str) ->
     torch.testing.assert_close(now(rule), at_rest, rtol=1e-12, atol=1e-12)
 
 
-def test_what_is_taken_back_is_taken_out_of_the_average() -> None:
-    rule = late()
+def judged(rule: qd.Riemannian) -> tuple[list[Tensor], list[Tensor]]:
+    """Up to the step that judges, which finds great harm: where training was, and at rest, when that way began."""
+    report, began, rested = report_of(rule), now(rule), now(rule)
+    measured = False
+    while not measured or report.stride < rule.step_every:
+        before = now(rule)
+        (place,), _ = train(rule, range(report.steps, report.steps + 1))
+        if report.stride == 1:
+            measured, began, rested = True, place, before
+    harm(rule)
+    return began, rested
+
+
+def harm(rule: qd.Riemannian) -> None:
+    """A step that judges the way since the last measurement, as if it had been a bad one."""
     report = report_of(rule)
-    while report.stride < rule.step_every:  # the next minibatch judges
-        train(rule, range(report.steps, report.steps + 1))
-    ahead = backward(rule, 0)
-    way = [rule.state[p]["update"].clone() for p in rule.model.parameters()]
-    with torch.no_grad():  # as if it had been a bad one
-        for p, u in zip(rule.model.parameters(), way):
-            p.add_(50 * u)
+    backward(rule, 0)
+    with torch.no_grad():
+        for p in rule.model.parameters():
+            p.add_(rule.state[p]["update"], alpha=50)
             rule.state[p]["update"].mul_(51)
-    retreats, report.promise = report.retreats, 1e-12
+    retreats, report.promise, report.stride = report.retreats, 1e-12, rule.step_every
     backward(rule, 0)
     rule.step()
     assert report.retreats == retreats + 1
-    expected = [z - u for z, u in zip(ahead, way)]
-    torch.testing.assert_close(now(rule), expected, rtol=1e-9, atol=1e-9)
-    torch.testing.assert_close(backward(rule, 0), now(rule), rtol=0.0, atol=0.0)
+
+
+def test_what_is_taken_back_is_taken_out_of_the_average() -> None:
+    rule = late()
+    began, rested = judged(rule)
+    assert apart(began, rested) > 1e-3
+    torch.testing.assert_close(now(rule), rested, rtol=1e-9, atol=1e-9)
+    torch.testing.assert_close(backward(rule, 0), began, rtol=1e-9, atol=1e-9)
+
+
+def test_what_is_taken_back_after_a_resume_is_taken_out_of_the_average() -> None:
+    rule = late()
+    other = rule_of(copy.deepcopy(rule.model))
+    other.load_state_dict(rule.state_dict())
+    for a, b in zip(judged(rule), judged(other)):
+        torch.testing.assert_close(a, b, rtol=1e-9, atol=1e-9)
+    torch.testing.assert_close(now(rule), now(other), rtol=1e-9, atol=1e-9)
+
+
+def test_what_was_put_elsewhere_has_no_rest_to_come_back_to() -> None:
+    rule = late()
+    judged(rule)
+    for _ in range(3):  # the first of them is measured, and the rest there marked
+        train(rule, range(1))
+    with torch.no_grad():
+        for p in rule.model.parameters():
+            p.mul_(0.5)
+    harm(rule)
+    at_rest = now(rule)
+    torch.testing.assert_close(backward(rule, 0), at_rest, rtol=0.0, atol=0.0)
 
 
 def test_low_precision_stays_with_training() -> None:
