@@ -68,50 +68,50 @@ RECENT, SURPRISE = 0.1, 2.0
 
 @dataclass
 class Report:
-    r"""What the last steps did.
+    r"""What the last steps did; a measured step is one whose length was computed from the quadratic model.
 
     Attributes:
-        alpha: :math:`α`, the last step's length along its direction.
-        other: its length along the direction of the parameters that are in no block.
-        own: the part of their natural step that the criterion's own parameters took.
-        damping: :math:`λ`.
-        predicted: the change of the loss that the model expected of the last step that it was measured for.
-        promise: how much the damped model is lowered by that step at a factor of 1.
-        hope: the average of its logarithm.
-        unbounded: how much the model itself, without damping, would be lowered if a loss could fall below its least value.
-        grasp: the average of the logarithm of that, relative to what the loss could fall.
-        stride: steps since, with that one.
-        actual: the change that the last steps judged had brought, on the minibatch after them.
-        ratio: of that to what was predicted of so many.
-        trend: the sum of such changes, older ones counting less.
-        extent: how much of the step without damping the last one measured was, the factor included.
-        echo: the part of the slope along it which the next minibatch finds left, on the average: negative where the step
-            went too far for that one too.
-        bounce: how far above the place at rest training is, relative to the loss there, on the average.
-        bounces: how often that was asked for.
-        longer: the logarithm of how much longer steps may be for it.
-        length: the squared length of the last step that was measured, in the metric, :math:`δ^⊤ M δ`.
-        curvature: of the loss along it, relative to that, :math:`δ^⊤ F δ / δ^⊤ M δ`.
-        usual: the average of such curvatures.
-        steps: steps so far.
-        retreats: how often steps were taken back.
-        factor: what the last step was multiplied by: the ``lr``, less at first and for small minibatches.
-        samples: how many it saw, on the average rank.
-        data: what tells its data from others.
-        level: the average of the last minibatches' losses.
-        spread: their variance.
-        losses: how many there were.
-        steady: whether the next step may be like the last one measured.
-        coefficients: of that one, at a factor of 1, by the names of the directions.
-        slopes: of the loss along these.
-        parts: the groups' factors then, relative to the largest.
-        footing: how much the weights counted when that was first measured, on the mean of all layers, :math:`ρ^2`.
-        strengths: how much the weights of each layer count, as a logarithm relative to the mean; ``None`` until it moves.
-        falls: the change of the loss that each layer's part of a measured step was to bring, by the slope alone.
-        echoes: the part of that which the next minibatch finds left, on the average, layer by layer.
-        further: the logarithm of how much further each layer goes for that.
-        proportions: how far each layer went for both.
-        forms: the averages of :math:`u^⊤Fv / \sqrt{u^⊤Mu\; v^⊤Mv}`, by the names of the directions.
+        alpha: Length of the last step along its direction, with its factor.
+        other: Length of the last step along the direction of the parameters that are in no block.
+        own: Part of their natural step that the criterion's own parameters took in the last step.
+        damping: The damping :math:`λ` of the quadratic model.
+        predicted: Change of the loss that the undamped model predicted for the last measured step.
+        promise: Decrease of the damped model by the last measured step, at a factor of 1.
+        hope: Average of the logarithm of ``promise``.
+        unbounded: Decrease that the undamped model would promise if the loss could fall below its least value.
+        grasp: Average of the logarithm of ``unbounded``, relative to what the loss could fall.
+        stride: Number of steps since the last measurement, the measured one included.
+        actual: Change of the loss over the steps that were judged last, on the minibatch after them.
+        ratio: Ratio of ``actual`` to the change predicted for these steps.
+        trend: Sum of all ``actual`` so far, older ones counting less; while it is positive the damping grows.
+        extent: Length of the last measured step relative to the undamped one at a factor of 1.
+        echo: Average part of the slope along a measured step that the next minibatch still finds; negative after too long a
+            step.
+        bounce: Average height of the loss above that at the averaged parameters, relative to what it could fall from there.
+        bounces: Number of times that the bounce was measured.
+        longer: Logarithm of the factor by which steps may be longer because the bounce is small.
+        length: Squared length :math:`δ^⊤ M δ` of the last measured step in the metric; 0 after steps were undone.
+        curvature: Curvature :math:`δ^⊤ F δ / δ^⊤ M δ` of the loss along the last measured step.
+        usual: Average of these curvatures, to which the bounds of the damping are relative.
+        steps: Number of steps taken so far; a call of ``step()`` that only undoes others is none.
+        retreats: Number of times that steps were undone.
+        factor: What the last step was multiplied by: the largest ``lr``, less at first and for small minibatches.
+        samples: Number of samples in the last minibatch, averaged over ranks.
+        data: Fingerprint of the last minibatch's data; 0 if it was not a small one.
+        level: Running average of the minibatches' losses.
+        spread: Running variance of the minibatches' losses.
+        losses: Number of losses in ``level`` and ``spread``.
+        steady: Whether the next step may reuse the coefficients of the last measured one.
+        coefficients: Coefficient of each direction in the last measured step, at a factor of 1.
+        slopes: Slope of the loss along each direction of the last measured step.
+        parts: The ``lr`` of each param group at the last measured step, relative to the largest.
+        footing: Mean :math:`ρ^2` of all layers when it was first measured: how much their weights count.
+        strengths: Logarithm of each layer's :math:`ρ` relative to the mean of all; ``None`` until it moves.
+        falls: Change of the loss that the slope alone predicts for each layer's part of the last measured step.
+        echoes: Average echo of each layer: the part of ``falls`` that the next minibatch still finds.
+        further: Logarithm of how much further each layer goes because of its echo.
+        proportions: Factor of each layer's direction, by its weights, its units and its echo.
+        forms: Averages of :math:`u^⊤Fv / \sqrt{u^⊤Mu\; v^⊤Mv}`, by the names of the directions :math:`u` and :math:`v`.
     """
 
     alpha: float = 0.0

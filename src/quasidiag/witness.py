@@ -1,4 +1,4 @@
-"""A gradient scaler, from what it does: gradients are smaller at the step than their backward pass left them."""
+"""Detects a gradient scaler by its effect: gradients are smaller at the step than right after their backward pass."""
 
 from __future__ import annotations
 
