@@ -24,7 +24,7 @@ def main(epochs: int = 8, digits: int = 5000) -> list[float]:
     )
     criterion = qd.Categorical()
     # was: torch.optim.Adam(model.parameters(), lr=1e-3)
-    optimizer = qd.QDOP(model, criterion, lr=3e-3, metric_start=100)
+    optimizer = qd.Riemannian(model, criterion)  # no learning rate
 
     losses = []
     for epoch in range(epochs):
