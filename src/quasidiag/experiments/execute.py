@@ -29,7 +29,7 @@ def environment(device: str, source: str) -> dict[str, Any]:
         "torch": torch.__version__,
         "numpy": np.__version__,
         "quasidiag": qd.__version__,
-        "platform": platform.platform(),
+        "platform": f"{platform.system()}-{platform.machine()}",
         "device_name": name,
         "threads": torch.get_num_threads(),
         "data": source,
