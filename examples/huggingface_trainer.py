@@ -45,7 +45,7 @@ def main(epochs: int = 5, digits: int = 5000) -> list[float]:
         hidden_dropout_prob=0.0,
         attention_probs_dropout_prob=0.0,
         initializer_range=48
-        ** -0.5,  # of the width, in place of 0.02: nothing should start out almost zero
+        ** -0.5,  # of the width, instead of 0.02: nothing should start out almost zero
         num_labels=10,
     )
     model = ViTForImageClassification(config)

@@ -1,4 +1,4 @@
-"""A classifier in plain PyTorch: the loop is the one everybody has, with one line changed."""
+"""A classifier in plain PyTorch: the usual loop, with the criterion and the optimizer changed."""
 
 from __future__ import annotations
 
