@@ -13,7 +13,7 @@ import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 import torch.autograd.forward_ad as forward_ad
@@ -22,6 +22,7 @@ from torch.func import functional_call
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.hooks import RemovableHandle
 
+from quasidiag.calls import Call, Part, detached, versions
 from quasidiag.directions import Direction
 from quasidiag.fingerprint import fingerprint
 from quasidiag.layers.composite import Surroundings
@@ -40,61 +41,6 @@ UNFIT = ValueError, IndexError, TypeError
 
 
 @dataclass(eq=False)
-class Call:
-    """One call of the model, with what it gave until a criterion has judged it.
-
-    ``versions`` are those of the outputs, ``entered`` those of the arguments as the model was given them.
-    """
-
-    arguments: tuple[Any, Any]
-    around: Surroundings
-    outputs: list[Tensor]
-    versions: list[int]
-    entered: list[int]
-    judged: bool = False
-
-    def reading(self, output: Tensor) -> Reading | None:
-        """How a criterion's output can be read off those of this call."""
-        return Reading.find(output, self.outputs, self.versions)
-
-    def part(self, share: float) -> Part | None:
-        """The samples that make up a share of them, or ``None`` for all, also where it is not clear what they lie along."""
-        lengths = {len(x) for x in tensors(self.arguments) if x.dim()}
-        if share == 1 or len(lengths) != 1:
-            return None
-        samples = lengths.pop()
-        kept = max(1, math.ceil(share * samples))
-        return Part(kept, samples) if kept < samples else None
-
-
-class Part(NamedTuple):
-    """So many of the samples, at even distances: they may be sorted."""
-
-    kept: int
-    samples: int
-
-    @property
-    def share(self) -> float:
-        """As it came to be, in whole samples."""
-        return self.kept / self.samples
-
-    def of(self, tree: Any) -> Any:
-        """Those rows of all tensors in the arguments that have the samples in front."""
-        if isinstance(tree, Tensor):
-            return self.rows(tree) if tree.dim() and len(tree) == self.samples else tree
-        if isinstance(tree, dict):
-            return {key: self.of(branch) for key, branch in tree.items()}
-        if type(tree) in (tuple, list):
-            return type(tree)(self.of(branch) for branch in tree)
-        return tree
-
-    def rows(self, x: Tensor) -> Tensor:
-        """Those of a tensor with the same number of rows for every sample."""
-        picked = torch.arange(self.kept, device=x.device) * self.samples // self.kept
-        return x.unflatten(0, (self.samples, -1))[picked].flatten(0, 1)
-
-
-@dataclass(eq=False)
 class Batch:
     """A call and what the criterion said of it; ``weight`` is the loss's part in what was backpropagated."""
 
@@ -108,9 +54,9 @@ class Batch:
     @property
     def intact(self) -> bool:
         """Whether nobody has written into the arguments, the outputs or the target since."""
-        arguments = _versions(self.call.arguments) == self.call.entered
+        arguments = versions(self.call.arguments) == self.call.entered
         outputs = [x._version for x in self.call.outputs] == self.call.versions
-        return arguments and outputs and _versions(self.target) == self.version
+        return arguments and outputs and versions(self.target) == self.version
 
 
 class Replay:
@@ -160,7 +106,7 @@ class Replay:
 
     def _entered(self, model: nn.Module, args: Any, kwargs: Any) -> None:
         if model.training and torch.is_grad_enabled():
-            self._around = Surroundings(model, random=True), _versions((args, kwargs))
+            self._around = Surroundings(model, random=True), versions((args, kwargs))
 
     def _left(self, model: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
         around, self._around = self._around, None
@@ -168,8 +114,8 @@ class Replay:
             self._calls = [call for call in self._calls if not call.judged]
             outputs = [x.detach() for x in tensors(output)]
             surroundings, entered = around
-            given = _detached((args, kwargs))
-            self._calls.append(Call(given, surroundings, outputs, _versions(outputs), entered))
+            given = detached((args, kwargs))
+            self._calls.append(Call(given, surroundings, outputs, versions(outputs), entered))
 
     def _judged(self, criterion: OutputModel, args: Any, kwargs: Any, loss: Tensor) -> None:
         if not (self.model.training and loss.requires_grad and self._calls):
@@ -182,7 +128,7 @@ class Replay:
         if reading is None and not self._concerns(judged):
             return  # another model's output
         call.judged = True
-        batch = Batch(call, reading, target, _versions(target), loss.detach().clone())
+        batch = Batch(call, reading, target, versions(target), loss.detach().clone())
         self._batches.append(batch)
         loan = self._loans.lend(batch)
 
@@ -374,13 +320,15 @@ class Replay:
         return sum(len(batch.target) for batch in self._used)
 
     def size(self) -> int:
-        """How many terms the losses of this step's minibatches are the means of."""
-        return sum({batch.call: self.terms(batch) for batch in self._used}.values())
+        """How many terms the losses of this step's minibatches are the means of; of those of one call, the most."""
+        most: dict[Call, int] = {}
+        for batch in self._used:
+            most[batch.call] = max(most.get(batch.call, 0), self.terms(batch))
+        return sum(most.values())
 
     def fingerprint(self) -> float:
         """What tells the data of this step from others'."""
-        found = {batch.call: batch.target for batch in self._used}
-        return fingerprint((t, [*tensors(call.arguments)]) for call, t in found.items())
+        return fingerprint((b.target, [*tensors(b.call.arguments)]) for b in self._used)
 
     @property
     def _module(self) -> nn.Module:
@@ -473,19 +421,3 @@ def _replaced(module: nn.Module, parameters: Direction) -> dict[str, Tensor]:
                 copies[b] = copies[b] if b in copies else b.clone()
                 found[before + name] = copies[b]
     return found
-
-
-def _detached(tree: Any) -> Any:
-    """The arguments without their history; what is not made of plain containers stays as it is."""
-    if isinstance(tree, Tensor):
-        return tree.detach()
-    if type(tree) is dict:
-        return {key: _detached(branch) for key, branch in tree.items()}
-    if type(tree) in (tuple, list):
-        return type(tree)(_detached(branch) for branch in tree)
-    return tree
-
-
-def _versions(tree: Any) -> list[int]:
-    """How often each tensor was written to; those made under ``inference_mode`` do not say."""
-    return [-1 if x.is_inference() else x._version for x in tensors(tree)]

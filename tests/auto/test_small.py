@@ -95,3 +95,52 @@ def test_arguments_that_are_no_samples_do_not_count() -> None:
         criterion(model((x, mask)), t).backward()
         rule.step()
         assert rule.auto.factor == pytest.approx(math.sqrt(40 / auto.FULL))
+
+
+class Heads(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.net = mlp(SIZES[0], 8, 6)
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        main, side = self.net(x).chunk(2, dim=1)
+        return main, side
+
+
+@pytest.mark.parametrize("same", [False, True])
+@pytest.mark.parametrize("main_first", [False, True])
+def test_the_head_with_the_most_targets_says_how_many_there_are(
+    main_first: bool, same: bool
+) -> None:
+    """Whichever is judged last: another one may have targets for a few samples only."""
+    model, criterion = Heads(), qd.Categorical()
+    rule = qd.Riemannian(model, criterion)
+    assert rule.auto is not None
+    found = []
+    for seed in range(4):
+        x, t = samples(125, 0 if same else seed)
+        few = torch.where(torch.arange(125) % 50 == 0, t, criterion.ignore_index)
+        rule.zero_grad()
+        main, side = model(x)
+        heads = [(1.0, main, t), (0.1, side, few)]
+        losses = [w * criterion(y, u) for w, y, u in heads[:: 1 if main_first else -1]]
+        sum(losses, torch.zeros(())).backward()
+        rule.step()
+        found.append(rule.auto.factor)
+    short = math.sqrt(125 / auto.FULL)
+    assert found == pytest.approx([short, *[1.0 if same else short] * 3])
+
+
+def test_all_targets_tell_minibatches_apart() -> None:
+    """Also those of the head that is not judged last."""
+    model, criterion = Heads(), qd.Categorical()
+    rule = qd.Riemannian(model, criterion)
+    assert rule.auto is not None
+    x, t = samples(125, 0)
+    for seed in range(4):
+        other = samples(125, seed)[1]
+        rule.zero_grad()
+        main, side = model(x)
+        (criterion(main, other) + criterion(side, t)).backward()
+        rule.step()
+        assert rule.auto.factor == pytest.approx(math.sqrt(125 / auto.FULL))
