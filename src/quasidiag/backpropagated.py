@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from quasidiag.outputs import OutputModel
-from quasidiag.probe import Use, below
+from quasidiag.probe import Use
 
 NO_CHAIN = (
     "the backpropagated metric needs a feed-forward chain with elementwise activations, each layer fed by the one "
@@ -80,12 +80,6 @@ def _sketch(x: Tensor) -> Tensor:
     x = x.reshape(-1, x.shape[-1])
     source = torch.Generator(x.device).manual_seed(0)
     return torch.randn(8, len(x), generator=source, dtype=x.dtype, device=x.device) @ x
-
-
-def reached(output: Tensor, uses: list[Use]) -> list[Use]:
-    """Those of ``uses`` that ``output`` depends on."""
-    nodes = set(below(output))
-    return [use for use in uses if use.edge.node in nodes]
 
 
 def slope(

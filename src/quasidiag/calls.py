@@ -16,7 +16,7 @@ from quasidiag.reading import Reading
 
 @dataclass(eq=False)
 class Call:
-    """One call of the model, with what it gave until a criterion has judged it.
+    """One call of the model, with what it gave.
 
     ``versions`` are those of the outputs, ``entered`` those of the arguments as the model was given them.
     """
@@ -26,7 +26,6 @@ class Call:
     outputs: list[Tensor]
     versions: list[int]
     entered: list[int]
-    judged: bool = False
 
     def reading(self, output: Tensor) -> Reading | None:
         """How a criterion's output can be read off those of this call."""

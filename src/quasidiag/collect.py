@@ -20,7 +20,7 @@ from quasidiag.asking import Asking, activations
 from quasidiag.layers.composite import Call
 from quasidiag.metrics import cotangents
 from quasidiag.outputs import OutputModel
-from quasidiag.probe import Deltas, Hook, Outside, Probe, Seen, Use, below
+from quasidiag.probe import Deltas, Hook, Loan, Outside, Probe, Seen, Use
 from quasidiag.sharding import unsharded
 from quasidiag.sharing import Samples, reduced
 from quasidiag.units import Units
@@ -106,6 +106,8 @@ class Collector:
         self._pass: Pass | None = None
         #: Of the backward pass under way, what has to wait for its end.
         self._calls: list[Call] = []
+        #: Calls that this pass has asked for: one that two losses depend on counts once.
+        self._heard: set[Loan] = set()
         self._units: Units | None = None
         self._handles: list[RemovableHandle] = []
         along = self._deliver if metric == "outer-product" else None
@@ -182,6 +184,9 @@ class Collector:
     def _begin(self, new: Pass) -> None:
         if self.before_pass is not None:
             self.before_pass()
+        for loan in self._heard:  # of earlier passes, whose gradients stay
+            loan.lent = None
+        self._heard = set()
         self._pass = new
         torch.autograd.Variable._execution_engine.queue_callback(Outside(self._end))
 
@@ -279,12 +284,10 @@ class Collector:
 
     def _ask(self, criterion: OutputModel, output: Tensor, target: Tensor) -> None:
         """Backpropagate the metric's own vectors, to the pre-activations and no further."""
-        uses = self.probe.uses
-        wanted = {edge.node for use in uses for edge in use.edges}
-        if not any(node in wanted for node in below(output)):
+        uses = self.probe.uses(output, self._heard)
+        if not uses:
             return  # somebody else's output
         if self.metric == "backpropagated":
-            uses = backpropagated.reached(output, uses)
             weights = backpropagated.weights(criterion, output, target, uses)
             found = {use: [(use.module, use.a, w)] for use, w in zip(uses, weights)}
         else:
@@ -346,7 +349,7 @@ class Collector:
             self._pass.calls.add(use.call)
             for module, a, w in given:
                 self._record(module, a, w)
-        self.probe.uses = [use for use in self.probe.uses if use not in found]
+        self._heard |= {use.loan for use in found}
 
     def _generator(self, device: torch.device) -> Generator:
         if self.generator is None:
@@ -372,7 +375,7 @@ class Collector:
         if self.exchange is not None:
             self.exchange.clear()
         self.records, self.passes, self.total = [], 0, 0
-        self._calls = []
+        self._calls, self._heard = [], set()
 
     def clear(self) -> None:
         """Let go of the batch."""

@@ -2,14 +2,16 @@
 
 A forward hook takes the input ``a`` and the *gradient edge* of the output, before any in-place activation can touch
 it. The derivative ``delta`` then arrives in one of two ways: the ordinary backward pass delivers it as it comes by
-(outer product), or it is asked for along the edge (every other metric).
+(outer product), or it is asked for along the edge (every other metric). Either way it is the graph that holds what was
+seen: it goes when the graph does, whether a backward pass came or not.
 """
 
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass
+from itertools import count
 from typing import Any, NamedTuple
 
 import torch
@@ -21,6 +23,7 @@ from quasidiag.layers.base import Adapter
 from quasidiag.layers.composite import Call, Composite, Rerun, Surroundings, arguments
 
 Deltas = Sequence[Tensor | None]
+Layout = Callable[[Tensor | None], Tensor | None]
 
 
 class Seen(NamedTuple):
@@ -57,7 +60,7 @@ class Place:
     def edge(self) -> GradientEdge:
         return get_gradient_edge(self.tensor)
 
-    def layout(self) -> Callable[[Tensor | None], Tensor | None]:
+    def layout(self) -> Layout:
         """From the derivative as it arrives to the output's own; holds no tensor."""
         strides = self._strides
 
@@ -70,18 +73,38 @@ class Place:
         return bring
 
 
-@dataclass(eq=False)
-class Use:
-    """One call of a layer, with its outputs' places in the graph."""
+class Note(NamedTuple):
+    """What the graph holds of a call: no place in it, or it would hold itself."""
 
     seen: Seen
-    edges: list[GradientEdge]
-    layouts: list[Callable[[Tensor | None], Tensor | None]]
+    layouts: list[Layout]
     input_edge: GradientEdge | None
+
+
+@dataclass(eq=False)
+class Use:
+    """One call of a layer, with the places in the graph of those of its outputs that something depends on, by number."""
+
+    loan: Loan
+    note: Note
+    places: dict[int, GradientEdge]
 
     def calls(self, gradients: Deltas) -> list[Call]:
         """The layer, or the dense layers inside it, with what arrived at the edges."""
-        return self.seen.calls([bring(g) for bring, g in zip(self.layouts, gradients)])
+        arrived = dict(zip(self.places, gradients))
+        return self.seen.calls([f(arrived.get(i)) for i, f in enumerate(self.note.layouts)])
+
+    @property
+    def seen(self) -> Seen:
+        return self.note.seen
+
+    @property
+    def edges(self) -> list[GradientEdge]:
+        return [*self.places.values()]
+
+    @property
+    def input_edge(self) -> GradientEdge | None:
+        return self.note.input_edge
 
     @property
     def module(self) -> nn.Module:
@@ -139,27 +162,46 @@ class Outside:
 
 
 class Loan:
-    """What a hook in the autograd graph holds of a batch; ``None`` once it was called back."""
+    """What the autograd graph holds of a batch; ``None`` once it was called back."""
 
     def __init__(self, lent: Any) -> None:
         self.lent = lent
 
 
 class Loans:
-    """Calls back at the step what the graph's hooks hold, however long the graph itself lives."""
+    """What the graph holds, in the order in which it was lent; called back at the step, however long the graph lives."""
 
     def __init__(self) -> None:
-        self._loans: weakref.WeakSet[Loan] = weakref.WeakSet()
+        self._loans: weakref.WeakValueDictionary[int, Loan] = weakref.WeakValueDictionary()
+        self._numbers = count()
+
+    def __iter__(self) -> Iterator[Loan]:
+        return iter([*self._loans.values()])
 
     def lend(self, thing: Any) -> Loan:
+        """To whoever keeps the loan: a hook in the graph, or a node, see :meth:`leave`."""
         loan = Loan(thing)
-        self._loans.add(loan)
+        self._loans[next(self._numbers)] = loan
         return loan
 
+    def leave(self, node: Node, left: Any) -> None:
+        """Let a node of the graph hold something, such as a loan."""
+        _of(node).setdefault(self, []).append(left)
+
+    def left(self, node: Node) -> Sequence[Any]:
+        """What it holds of ours."""
+        return _of(node).get(self, ())
+
     def call_back(self) -> None:
-        for loan in list(self._loans):
+        for loan in self:
             loan.lent = None
         self._loans.clear()
+
+
+def _of(node: Node) -> dict[Any, list[Any]]:
+    """What a node of the graph keeps for others; torch's stubs take this property for a method."""
+    kept: dict[Any, list[Any]] = node.metadata  # type: ignore[assignment]
+    return kept
 
 
 class Probe:
@@ -168,7 +210,7 @@ class Probe:
     Args:
         model: whose ``training`` flag says whether to look at all.
         on_delta: called as ``on_delta(seen, deltas)``, a derivative for each output, during the ordinary backward
-            pass. Where it is ``None`` the calls are kept as :attr:`uses` instead, for whoever asks along the edges.
+            pass. Where it is ``None`` they can be asked for along the edges of :meth:`uses` instead.
         on_output: called as ``on_output(batch)`` when a backward pass reaches the model's output.
         on_call: called when the model is.
     """
@@ -181,7 +223,6 @@ class Probe:
         on_call: Callable[[], None] | None = None,
     ) -> None:
         self.model = model
-        self.uses: list[Use] = []
         self.loans = Loans()
         self.enabled = True
         #: The model's calls so far, and the number of samples in the last one.
@@ -279,7 +320,9 @@ class Probe:
         places = [Place(y, i == 0) for i, y in enumerate(outputs) if y.requires_grad]
         layouts = [place.layout() for place in places]
         if self._on_delta is None:
-            self.uses.append(Use(seen, [place.edge for place in places], layouts, source))
+            noted = self.loans.lend(Note(seen, layouts, source))
+            for number, place in enumerate(places):
+                self.loans.leave(place.edge.node, (noted, number, place.edge.output_nr))
             return
         loan, on_delta = self.loans.lend(seen), self._on_delta
 
@@ -305,9 +348,17 @@ class Probe:
                 "qd.Categorical()"
             )
 
+    def uses(self, output: Tensor, without: Collection[Loan] = ()) -> list[Use]:
+        """The calls of layers that an output depends on, in the order in which they were made."""
+        found: dict[Loan, dict[int, GradientEdge]] = {}
+        for node in below(output):
+            for loan, number, output_nr in self.loans.left(node):
+                if loan.lent is not None and loan not in without:
+                    found.setdefault(loan, {})[number] = GradientEdge(node, output_nr)
+        return [Use(loan, loan.lent, found[loan]) for loan in self.loans if loan in found]
+
     def clear(self) -> None:
         """Forget every call seen so far."""
-        self.uses.clear()
         self.recomputed.clear()
         self.loans.call_back()
 

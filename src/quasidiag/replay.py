@@ -28,7 +28,7 @@ from quasidiag.fingerprint import fingerprint
 from quasidiag.layers.composite import Surroundings
 from quasidiag.moments import cast
 from quasidiag.outputs import OutputModel
-from quasidiag.probe import Hook, Loans, Outside, below, tensors
+from quasidiag.probe import Hook, Loan, Loans, Outside, below, tensors
 from quasidiag.reading import Reading
 from quasidiag.witness import Witness
 
@@ -63,7 +63,7 @@ class Replay:
     """Remembers the calls of ``model`` in training and what ``criterion`` said of their outputs.
 
     Only what went into the gradients that the ``parameters`` have now counts: where none has one (zeros are one), a
-    backward pass begins anew.
+    backward pass begins anew. What was not backpropagated is the graph's, and goes when the graph does.
     """
 
     def __init__(
@@ -74,10 +74,11 @@ class Replay:
         self.mode = "fast"
         #: Whether the model can be run on a part of the samples, once that was tried.
         self.divisible: bool | None = None
-        self._loans = Loans()
+        self._calls, self._judgements = Loans(), Loans()
+        #: The last call, whose outputs may be no part of any graph.
+        self._last: Loan | None = None
         self._around: tuple[Surroundings, list[int]] | None = None
-        self._calls: list[Call] = []
-        self._batches: list[Batch] = []
+        self._used: list[Batch] = []
         self._pass, self._witness = -1, Witness()
         self._handles: list[RemovableHandle] = [
             model.register_forward_pre_hook(Hook(self._entered), with_kwargs=True),
@@ -87,15 +88,15 @@ class Replay:
 
     def clear(self) -> None:
         """Let go of the batches."""
-        self._loans.call_back()
-        self._around, self._calls, self._batches = None, [], []
+        self._calls.call_back()
+        self._judgements.call_back()
+        self._around, self._last, self._used = None, None, []
 
     def restart(self) -> None:
         """Drop what was backpropagated, until it is once more; forward passes may still be waiting for theirs."""
-        gone = [batch for batch in self._batches if batch.weight is not None]
-        self._batches = [batch for batch in self._batches if batch.weight is None]
-        for batch in gone:
+        for batch in self._used:
             batch.weight = None
+        self._used = []
 
     def close(self) -> None:
         """Leave no hook behind."""
@@ -111,32 +112,34 @@ class Replay:
     def _left(self, model: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
         around, self._around = self._around, None
         if around is not None:
-            self._calls = [call for call in self._calls if not call.judged]
             outputs = [x.detach() for x in tensors(output)]
             surroundings, entered = around
             given = detached((args, kwargs))
-            self._calls.append(Call(given, surroundings, outputs, versions(outputs), entered))
+            call = Call(given, surroundings, outputs, versions(outputs), entered)
+            self._last = self._calls.lend(call)
+            for x in tensors(output):
+                if x.grad_fn is not None:
+                    self._calls.leave(x.grad_fn, self._last)
 
     def _judged(self, criterion: OutputModel, args: Any, kwargs: Any, loss: Tensor) -> None:
-        if not (self.model.training and loss.requires_grad and self._calls):
+        calls: list[Call] = [loan.lent for loan in self._calls]
+        if not (self.model.training and loss.requires_grad and calls):
             return
         judged, target = criterion.read(args, kwargs)
         output, target = judged.detach(), target.detach()
-        found = ((call, call.reading(output)) for call in reversed(self._calls))
-        unknown = self._calls[-1], None
+        found = ((call, call.reading(output)) for call in reversed(calls))
+        unknown = calls[-1], None
         call, reading = next((pair for pair in found if pair[1] is not None), unknown)
         if reading is None and not self._concerns(judged):
             return  # another model's output
-        call.judged = True
         batch = Batch(call, reading, target, versions(target), loss.detach().clone())
-        self._batches.append(batch)
-        loan = self._loans.lend(batch)
+        loan = self._judgements.lend(batch)
 
         def backpropagated(gradient: Tensor) -> None:
             if loan.lent is not None:
                 self._begin()
-                if loan.lent not in self._batches:
-                    self._batches.append(loan.lent)
+                if loan.lent not in self._used:
+                    self._used.append(loan.lent)
                 before = loan.lent.weight
                 loan.lent.weight = gradient.detach() if before is None else before + gradient
 
@@ -175,10 +178,6 @@ class Replay:
                 "step='auto' runs the model on the minibatch again, and its input, output or target was changed in "
                 "place since the forward pass (or by it): write into them after the step, or give the model a copy"
             )
-
-    @property
-    def _used(self) -> list[Batch]:
-        return [batch for batch in self._batches if batch.weight is not None]
 
     def weighted(self) -> list[tuple[float, Batch]]:
         """The minibatches of this step and the weight of each in the loss, a gradient scaler's factor taken out."""

@@ -112,7 +112,7 @@ def test_tangents_are_those_of_torch_func(name: str) -> None:
     primals = {n: p.detach() for p, n in names.items()}
 
     def run(parameters: dict[str, Tensor]) -> Tensor:
-        with replay._batches[0].call.around.again(), torch.no_grad():
+        with replay._used[0].call.around.again(), torch.no_grad():
             given = {**parameters, **{n: b.clone() for n, b in buffers.items()}}
             return functional_call(model, given, (x,))
 

@@ -60,7 +60,7 @@ def test_a_model_alone_leaves_the_optimizer_behind(way: str) -> None:
     train(model, loss, optimizer, x, t)
     twin = WAYS[way](model)
     loss(twin(x), t).backward()
-    assert not optimizer._collector.probe.uses
+    assert not [*optimizer._collector.probe.loans]
     assert not optimizer._collector.records
     other = qd.QDNat(twin, loss, lr=0.05)
     twin.zero_grad()

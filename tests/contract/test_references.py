@@ -89,5 +89,68 @@ def test_evaluation_leaves_nothing(kind: str) -> None:
     model.eval()
     loss(model(x), t).backward()
     assert not optimizer._collector.records
-    assert not optimizer._collector.probe.uses
-    assert len(optimizer._collector.probe.loans._loans) == 0
+    assert not [*optimizer._collector.probe.loans]
+
+
+@pytest.mark.parametrize("ends", ["at the output", "at the loss", "in zero_grad"])
+@pytest.mark.parametrize("kind", [*METRICS, "auto"])
+def test_passes_that_nothing_follows_leave_nothing(kind: str, ends: str) -> None:
+    """In training mode, as when somebody watches a loss and forgets ``no_grad``; the last one may still be needed."""
+    model, loss, x, t = problem()
+    options = {} if kind == "auto" else {"lr": 0.05, "metric": kind}
+    optimizer = qd.Riemannian(model, loss, **options)
+    train(model, loss, optimizer, x, t)
+    alive: list[weakref.ref[np.ndarray]] = []
+    for _ in range(4):
+        data = array()
+        alive.append(weakref.ref(data))
+        y = model(torch.from_numpy(data))
+        del data
+        if ends != "at the output":
+            loss(y, torch.arange(6) % 3)
+        if ends == "in zero_grad":
+            optimizer.zero_grad()
+        del y
+    assert [ref() for ref in alive[:-1]] == [None] * 3
+    train(model, loss, optimizer, x, t)
+    assert alive[-1]() is None
+
+
+@pytest.mark.parametrize("layer", [nn.LSTM, nn.RNN])
+def test_nor_do_those_of_composite_layers(layer: type[nn.LSTM]) -> None:
+    class Net(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.inner, self.last = layer(4, 5, batch_first=True), nn.Linear(5, 3)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.last(self.inner(x)[0][:, -1])
+
+    model, loss = Net(), qd.Categorical()
+    optimizer = qd.Riemannian(model, loss, lr=0.05, metric="monte-carlo")
+    alive: list[weakref.ref[np.ndarray]] = []
+    for _ in range(3):
+        data = np.zeros((6, 2, 4), np.float32)
+        alive.append(weakref.ref(data))
+        value = loss(model(torch.from_numpy(data)), torch.arange(6) % 3)
+        del data
+    value.backward()
+    assert [ref() is None for ref in alive] == [True, True, False]
+    optimizer.step()
+    assert alive[-1]() is None
+
+
+def test_a_batch_is_free_after_an_automatic_step_though_the_loss_lives() -> None:
+    model, loss, _, _ = problem()
+    optimizer = qd.Riemannian(model, loss)
+    alive: list[weakref.ref[np.ndarray]] = []
+    kept: list[Tensor] = []
+    for _ in range(6):
+        data = array()
+        alive.append(weakref.ref(data))
+        optimizer.zero_grad()
+        kept.append(loss(model(torch.from_numpy(data)), torch.arange(6) % 3))
+        del data
+        kept[-1].backward()
+        optimizer.step()
+    assert [ref() for ref in alive] == [None] * 6
