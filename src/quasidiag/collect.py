@@ -20,7 +20,7 @@ from quasidiag.asking import Asking, activations
 from quasidiag.layers.composite import Call
 from quasidiag.metrics import cotangents
 from quasidiag.outputs import OutputModel
-from quasidiag.probe import Deltas, Hook, Loan, Outside, Probe, Seen, Use
+from quasidiag.probe import Deltas, Hook, Loan, Outside, Probe, Seen, Use, reaches
 from quasidiag.sharding import unsharded
 from quasidiag.sharing import Samples, reduced
 from quasidiag.units import Units
@@ -155,7 +155,7 @@ class Collector:
         loan = self.probe.loans.lend(criterion.read(args, kwargs))
 
         def begin(gradient: Tensor) -> None:
-            if loan.lent is None:
+            if loan.lent is None or not reaches(loan.lent[0], self.probe.model.parameters()):
                 return
             output, target = loan.lent
             weight = gradient.to(torch.promote_types(gradient.dtype, torch.float32))

@@ -9,7 +9,7 @@ seen: it goes when the graph does, whether a backward pass came or not.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import count
 from typing import Any, NamedTuple
@@ -21,6 +21,7 @@ from torch.utils.hooks import RemovableHandle
 
 from quasidiag.layers.base import Adapter
 from quasidiag.layers.composite import Call, Composite, Rerun, Surroundings, arguments
+from quasidiag.sharding import is_sharded
 
 Deltas = Sequence[Tensor | None]
 Layout = Callable[[Tensor | None], Tensor | None]
@@ -380,6 +381,28 @@ def tensors(tree: Any) -> Iterator[Tensor]:
     elif isinstance(tree, tuple | list):
         for branch in tree:
             yield from tensors(branch)
+
+
+def reaches(output: Tensor, parameters: Iterable[Tensor]) -> bool:
+    """Whether the backward pass under way, which is at ``output``, goes on to a parameter; ``grad`` by an input does not.
+
+    Where the graph has none of them (a reentrant checkpoint's, or cut by ``fully_shard``) that is for nobody to see.
+    """
+    passed: set[Node] = set()
+    for p in parameters:
+        if p.requires_grad and not is_sharded(p):
+            node = get_gradient_edge(p).node
+            if _runs(node):
+                return True
+            passed.add(node)
+    return passed.isdisjoint(below(output))
+
+
+def _runs(node: Node) -> bool:
+    try:
+        return torch._C._will_engine_execute_node(node)
+    except RuntimeError:  # its gradient is what ``grad`` was asked for
+        return True
 
 
 def below(output: Tensor) -> Iterator[Node]:

@@ -28,7 +28,7 @@ from quasidiag.fingerprint import fingerprint
 from quasidiag.layers.composite import Surroundings
 from quasidiag.moments import cast
 from quasidiag.outputs import OutputModel
-from quasidiag.probe import Hook, Loan, Loans, Outside, below, tensors
+from quasidiag.probe import Hook, Loan, Loans, Outside, below, reaches, tensors
 from quasidiag.reading import Reading
 from quasidiag.witness import Witness
 
@@ -133,17 +133,20 @@ class Replay:
         if reading is None and not self._concerns(judged):
             return  # another model's output
         batch = Batch(call, reading, target, versions(target), loss.detach().clone())
-        loan = self._judgements.lend(batch)
+        loan = self._judgements.lend((batch, judged))
 
         def backpropagated(gradient: Tensor) -> None:
-            if loan.lent is not None:
+            if loan.lent is not None and reaches(loan.lent[1], self.parameters):
                 self._begin()
-                if loan.lent not in self._used:
-                    self._used.append(loan.lent)
-                before = loan.lent.weight
-                loan.lent.weight = gradient.detach() if before is None else before + gradient
+                self._count(loan.lent[0], gradient.detach())
 
         loss.register_hook(Outside(backpropagated))
+
+    def _count(self, batch: Batch, weight: Tensor) -> None:
+        """A minibatch is backpropagated, perhaps once more."""
+        if batch not in self._used:
+            self._used.append(batch)
+        batch.weight = weight if batch.weight is None else batch.weight + weight
 
     def _begin(self) -> None:
         """A backward pass is under way; at its first loss, what is gone from the gradients is dropped."""

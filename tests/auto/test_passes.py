@@ -7,15 +7,18 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 import quasidiag as qd
 from nets import batch, mlp
 from quasidiag.witness import Witness
 
 
-def problem() -> tuple[nn.Sequential, qd.OutputModel, qd.Riemannian, Tensor, Tensor]:
+def problem(
+    **options: Any,
+) -> tuple[nn.Sequential, qd.OutputModel, qd.Riemannian, Tensor, Tensor]:
     model, loss = mlp(4, 6, 3), qd.Categorical()
-    return model, loss, qd.Riemannian(model, loss), *batch("categorical", 40, 4, 3)
+    return model, loss, qd.Riemannian(model, loss, **options), *batch("categorical", 40, 4, 3)
 
 
 def used(optimizer: qd.Riemannian) -> int:
@@ -44,6 +47,101 @@ def test_derivatives_of_the_input_are_no_part_of_the_step(in_place: bool) -> Non
         loss(model(inputs.detach()), t).backward()
         assert used(optimizer) == 1
         optimizer.step()
+
+
+def attacked(how: str, set_to_none: bool, **options: Any) -> list[Tensor]:
+    """Where training comes to with derivatives of the input taken by the way, which nobody uses."""
+    model, loss, optimizer, x, t = problem(**options)
+    for _ in range(10):
+        optimizer.zero_grad(set_to_none)
+        inputs = x.clone().requires_grad_()
+        value = loss(model(inputs), t)
+        if how == "same graph":
+            torch.autograd.grad(value, inputs, retain_graph=True)
+        elif how == "create_graph":
+            torch.autograd.grad(value, inputs, create_graph=True)
+        elif how == "another graph":
+            torch.autograd.grad(loss(model(inputs), t), inputs)
+        elif how == "into the input":
+            value.backward(inputs=[inputs], retain_graph=True)
+        elif how == "checkpoint":
+            inner = checkpoint(model, inputs, use_reentrant=False)
+            torch.autograd.grad(loss(inner, t), inputs)
+        value.backward()
+        optimizer.step()
+    return [p.detach() for p in model.parameters()]
+
+
+@pytest.mark.parametrize("set_to_none", [False, True])
+@pytest.mark.parametrize(
+    "options",
+    [{}, *({"lr": 0.05, "metric": metric} for metric in ("outer-product", "monte-carlo", "exact"))],
+    ids=["auto", "outer-product", "monte-carlo", "exact"],
+)
+def test_a_pass_that_leads_to_no_parameter_is_none(
+    options: dict[str, Any], set_to_none: bool
+) -> None:
+    plain = attacked("not at all", set_to_none, **options)
+    for how in ("same graph", "create_graph", "another graph", "into the input", "checkpoint"):
+        for one, other in zip(attacked(how, set_to_none, **options), plain, strict=True):
+            assert torch.equal(one, other), how
+
+
+def test_a_penalty_on_the_gradient_of_the_input() -> None:
+    """The first pass is none; the second has the loss in it, and more."""
+    model, loss, optimizer, x, t = problem()
+    for _ in range(10):
+        optimizer.zero_grad()
+        inputs = x.clone().requires_grad_()
+        value = loss(model(inputs), t)
+        (g,) = torch.autograd.grad(value, inputs, create_graph=True)
+        (value + g.square().sum()).backward()
+        assert used(optimizer) == 1
+        optimizer.step()
+    assert float(loss(model(x), t).detach()) < 1.0
+
+
+def test_gradients_that_somebody_puts_there_himself() -> None:
+    """They are asked for, and accumulate nowhere."""
+    ends: list[list[Tensor]] = []
+    for manual in (False, True):
+        model, loss, optimizer, x, t = problem()
+        for _ in range(10):
+            optimizer.zero_grad()
+            value = loss(model(x), t)
+            if manual:
+                parameters = [*model.parameters()]
+                for p, g in zip(parameters, torch.autograd.grad(value, parameters)):
+                    p.grad = g
+            else:
+                value.backward()
+            optimizer.step()
+        ends.append([p.detach() for p in model.parameters()])
+    same(ends)
+
+
+@pytest.mark.parametrize("reentrant", [False, True])
+def test_a_pass_through_checkpoints_alone(reentrant: bool) -> None:
+    """The graph of the loss need not have a parameter in it: a second one, inside the pass, may."""
+    model, loss, x, t = mlp(4, 6, 3), qd.Categorical(), *batch("categorical", 40, 4, 3)
+
+    class Net(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.inner = model
+
+        def forward(self, x: Tensor) -> Tensor:
+            return checkpoint(self.inner, x, use_reentrant=reentrant)
+
+    net = Net()
+    optimizer = qd.Riemannian(net, loss, lr=0.05, metric="outer-product")
+    before = [p.detach().clone() for p in net.parameters()]
+    for _ in range(3):
+        optimizer.zero_grad()
+        loss(net(x.clone().requires_grad_()), t).backward()
+        assert optimizer._collector.passes == 1
+        optimizer.step()
+    assert not any(torch.equal(p, q) for p, q in zip(net.parameters(), before, strict=True))
 
 
 def test_what_other_parts_of_a_loop_backpropagated_is_gone_with_its_gradients() -> None:
