@@ -31,7 +31,7 @@ from quasidiag.proportions import (
     strengths,
     weights,
 )
-from quasidiag.quadratic import Report
+from quasidiag.report import Report
 
 
 def trained(model: nn.Module, steps: int = 3, late: bool = False, **options: Any) -> qd.Riemannian:

@@ -32,7 +32,8 @@ from quasidiag.blocks import DiagonalBlock, UnitwiseBlock
 from quasidiag.directions import Direction, before_way, dot, dots, gathered, mean
 from quasidiag.moments import cast
 from quasidiag.proportions import echoes, further, power, proportions, shares, strengths, weights
-from quasidiag.quadratic import WHOLE, QuadraticModel, Report
+from quasidiag.quadratic import QuadraticModel
+from quasidiag.report import WHOLE, Report
 from quasidiag.stacks import Stack, in_order
 from quasidiag.sums import dtype_of
 
@@ -355,7 +356,8 @@ def _factor(optimizer: Riemannian, model: QuadraticModel) -> float:
     factor *= report.warmth * (1 + longer * report.common)
     terms, report.data = model.content(FULL, _ranks(optimizer))
     same = math.isclose(report.data, before, rel_tol=SAME)
-    return factor if same else factor * min(1.0, math.sqrt(terms / FULL))
+    report.small = 1.0 if same else min(1.0, math.sqrt(terms / FULL))
+    return factor * report.small
 
 
 def _slopes(optimizer: Riemannian, gradient: Direction) -> list[float]:

@@ -20,7 +20,8 @@ from quasidiag import rest
 
 if TYPE_CHECKING:
     from quasidiag.optimizer import Riemannian
-    from quasidiag.quadratic import QuadraticModel, Report
+    from quasidiag.quadratic import QuadraticModel
+    from quasidiag.report import Report
 
 #: Twice the step of a parabola leads to the same height on the other side.
 TWICE = 2.0

@@ -21,6 +21,17 @@ def before_way(update: Direction) -> dict[Tensor, Tensor]:
     return {p: cast(x, p.dtype) for p, x in zip(update, before)}
 
 
+def after_step(
+    directions: Sequence[Direction], coefficients: Sequence[float]
+) -> dict[Tensor, Tensor]:
+    """Where parameters would be after a step with these coefficients."""
+    found: dict[Tensor, Tensor] = {}
+    for u, x in zip(directions, coefficients):
+        for p, w in u.items():
+            found[p] = torch.add(found.get(p, p.detach()), cast(w, p.dtype), alpha=x)
+    return found
+
+
 def dots(covector: Direction, directions: Sequence[Direction]) -> Tensor:
     """The product with each direction, over the parameters that both have; a device is waited for once."""
     found, of = [], []

@@ -16,9 +16,10 @@ from quasidiag.defaults import DEFAULTS, everything
 from quasidiag.moments import Moments, cast
 from quasidiag.outputs import OutputModel
 from quasidiag.probe import Hook
-from quasidiag.quadratic import QuadraticModel, Report
+from quasidiag.quadratic import QuadraticModel
 from quasidiag.readiness import idle, ready, warn_of_others
 from quasidiag.replay import Replay
+from quasidiag.report import Report
 from quasidiag.saving import Saved
 from quasidiag.sharding import is_sharded
 from quasidiag.stacks import Stacks
@@ -271,8 +272,7 @@ class Riemannian(Saved):
                 known = before.get(block.home, block.parameters)
                 if [*map(id, known)] != [*map(id, block.parameters)]:
                     for p in block.parameters:
-                        kept, stays = self.state[p], ("momentum", *rest.KEPT)
-                        self.state[p] = {k: kept[k] for k in stays if k in kept}
+                        self.state[p] = rest.stays(self.state[p])
             self._watch()
             if self._model is not None:
                 self._model.replay.parameters = [*self._group]

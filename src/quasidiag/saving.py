@@ -13,7 +13,7 @@ from torch.optim import Optimizer
 from quasidiag import validate
 from quasidiag.blocks import DiagonalBlock
 from quasidiag.collect import Collector
-from quasidiag.quadratic import Report
+from quasidiag.report import Report
 from quasidiag.sharding import rows_of
 from quasidiag.sums import SUMS
 

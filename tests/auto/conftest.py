@@ -4,7 +4,7 @@ import math
 
 import pytest
 
-from quasidiag import auto, quadratic
+from quasidiag import auto, quadratic, report
 
 
 @pytest.fixture
@@ -22,10 +22,16 @@ def seldom(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.fixture
 def warm(monkeypatch: pytest.MonkeyPatch) -> None:
     """The first steps are as long as those that follow."""
-    monkeypatch.setattr(quadratic, "FIRST", 1.0)
+    monkeypatch.setattr(report, "FIRST", 1.0)
 
 
 @pytest.fixture
 def full(monkeypatch: pytest.MonkeyPatch) -> None:
     """The steps of a small minibatch are as long as those of a large one."""
     monkeypatch.setattr(auto, "FULL", 1)
+
+
+@pytest.fixture
+def untried(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Steps are taken at their word, however much they promise."""
+    monkeypatch.setattr(quadratic, "TRIALS", 0)

@@ -13,7 +13,8 @@ import quasidiag as qd
 from nets import OUTPUTS, batch, criterion, mlp
 from quasidiag import bounce, rest
 from quasidiag.bounce import GROWTH, LATER, NEW, SMALL, TWICE, lengthen
-from quasidiag.quadratic import BOUNDS, LESS, QuadraticModel, Report
+from quasidiag.quadratic import BOUNDS, LESS, QuadraticModel
+from quasidiag.report import Report
 
 
 def step(model: nn.Module, loss: nn.Module, optimizer: qd.Riemannian, x: Tensor, t: Tensor) -> None:

@@ -10,19 +10,9 @@ import torch
 import quasidiag as qd
 from nets import batch, mlp
 from quasidiag.auto import LONGER, SOON
-from quasidiag.quadratic import (
-    BOUNDS,
-    ECHO,
-    ECHOES,
-    HALF,
-    LOUDEST,
-    OWN,
-    WARM_UP,
-    WHOLE,
-    QuadraticModel,
-    Report,
-)
+from quasidiag.quadratic import BOUNDS, HALF, OWN, QuadraticModel
 from quasidiag.replay import Replay
+from quasidiag.report import ECHO, ECHOES, LOUDEST, WARM_UP, WHOLE, Report
 
 LATE = 10 * WARM_UP
 

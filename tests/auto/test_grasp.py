@@ -9,8 +9,9 @@ from torch import nn
 
 import quasidiag as qd
 from nets import batch, mlp
-from quasidiag.quadratic import BOUNDS, ECHOES, LITTLE, RISES, QuadraticModel, Report
+from quasidiag.quadratic import BOUNDS, LITTLE, QuadraticModel
 from quasidiag.replay import Replay
+from quasidiag.report import ECHOES, RISES, Report
 
 
 def judge(report: Report) -> QuadraticModel:
@@ -39,7 +40,8 @@ def test_the_grasp_is_the_promise_relative_to_the_loss() -> None:
         now = loss(model(x), t)
         now.backward()
         optimizer.step()
-        grasps.append(math.log(report.unbounded / float(now.detach())))
+        grasps.append(math.log(report.small * report.unbounded / float(now.detach())))
+        assert report.small == pytest.approx(1.0 if step else math.sqrt(60 / 500))  # or the same
         if step == 0:  # not damped yet
             assert report.unbounded == pytest.approx(report.promise, rel=1e-3)
     assert report.grasp == pytest.approx(sum(grasps) / len(grasps))
@@ -74,6 +76,14 @@ def test_the_bound_on_the_damping_grows_where_little_is_promised() -> None:
     assert report.damping == pytest.approx(2 * shared)
 
 
+def test_a_small_minibatch_is_mostly_noise() -> None:
+    """With fewer samples than parameters, a model can always learn them; the bound must not be low for that."""
+    torch.manual_seed(0)
+    x, t = torch.randn(1000, 20), torch.randint(3, (1000,))
+    noise = [(x[i : i + 10], t[i : i + 10]) for i in range(0, 1000, 10)]
+    assert trained(nn.Sequential(nn.Linear(20, 3)), noise).grasp < math.log(LITTLE) - 0.5
+
+
 def test_the_damping_rises_faster_where_minibatches_have_little_in_common() -> None:
     common, own = RISES
     assert Report(echo=ECHOES[1]).rise == pytest.approx(common)
@@ -81,6 +91,7 @@ def test_the_damping_rises_faster_where_minibatches_have_little_in_common() -> N
     assert common < Report(echo=sum(ECHOES) / 2).rise < own
 
 
+@pytest.mark.usefixtures("full")
 def test_noise_is_told_from_what_is_known_by_heart() -> None:
     torch.manual_seed(0)
     noise = [(torch.randn(500, 20), torch.randint(3, (500,))) for _ in range(60)]

@@ -10,9 +10,10 @@ from torch import Tensor, nn
 
 import quasidiag as qd
 from nets import linear_layers, mlp
-from quasidiag.quadratic import QuadraticModel, Report
+from quasidiag.quadratic import QuadraticModel
+from quasidiag.report import Report
 
-pytestmark = pytest.mark.usefixtures("unbounded", "full", "warm")
+pytestmark = pytest.mark.usefixtures("unbounded", "full", "warm", "untried")
 
 
 #: So that a layer without a say for most samples still moves far.
@@ -106,25 +107,26 @@ def test_a_classifier_that_was_sure_learns_on() -> None:
 
 
 @pytest.mark.parametrize(
-    ("room", "before", "part"),
-    [(2.0, 0.0, 0.25), (9.0, 0.0, 1.0), (2.0, 4.0, 0.5), (0.0, 0.0, 1.0), (math.inf, 0.0, 1.0)],
+    ("room", "own", "before", "part"),
+    [
+        (2.0, -4.0, 0.0, 0.25),
+        (9.0, -4.0, 0.0, 1.0),
+        (0.0, -4.0, 0.0, 1.0),
+        (math.inf, -4.0, 0.0, 1.0),
+        (2.0, -1.0, 0.0, 0.25),
+        (2.0, -1.0, 1.0, 0.375),
+        (1.0, -1.0, 9.0, 0.875),
+        (2.0, -5.0, -3.0, 0.25),
+    ],
 )
-def test_what_is_left_of_a_step(room: float, before: float, part: float) -> None:
-    """One that promises eight; a loss at its least has nothing to give, and whatever there is to gain is another's."""
+def test_what_is_left_of_a_step(room: float, own: float, before: float, part: float) -> None:
+    """One that promises eight; a loss at its least has nothing to give, and what it has no slope for is another's."""
     model = QuadraticModel.__new__(QuadraticModel)
-    model.report = Report(unbounded=before)
+    model.report = Report(besides=before)
     slope, form = (torch.tensor(x, dtype=torch.float64) for x in ([-4.0], [[1.0]]))
-    assert model._possible(slope, form, room) == pytest.approx(part, rel=1e-5)
-
-
-def test_states_of_before_promise_what_they_did() -> None:
-    optimizer, x, t = confident(qd.Categorical(), wrong=False)
-    one_step(optimizer, x, t, besides=1.0)
-    state = optimizer.state_dict()
-    del state["auto"]["unbounded"]
-    again, _, _ = confident(qd.Categorical(), wrong=False)
-    again.load_state_dict(state)
-    assert again.auto is not None and again.auto.unbounded == again.auto.promise > 0
+    assert model._possible(slope, slope * own / -4, form, room) == pytest.approx(part, rel=1e-5)
+    besides = 0.0 if math.isinf(room) else 8.0 + 2.0 * own
+    assert model.report.besides == pytest.approx(besides if room < math.inf else before, abs=1e-4)
 
 
 def test_what_is_possible_is_not_bounded() -> None:
@@ -139,7 +141,7 @@ def test_what_is_possible_is_not_bounded() -> None:
 
 
 def test_a_loss_besides_the_criterion_is_bounded_but_once() -> None:
-    """A penalty, of which the criterion's value knows nothing: what two steps in a row promise is there."""
+    """A penalty, of which the criterion's value and its slope know nothing: where it is so twice in a row, it is there."""
     optimizer, x, t = confident(qd.Categorical(), wrong=False)
     report = optimizer.auto
     assert report is not None

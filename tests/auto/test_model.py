@@ -13,11 +13,12 @@ from torch import Tensor, nn
 import quasidiag as qd
 from nets import OUTPUTS, STD, batch, criterion, linear_layers, mlp
 from quasidiag.auto import reach
-from quasidiag.quadratic import BOUNDS, DECAY, FORMS, RISES, SHORTEST, QuadraticModel, minimiser
+from quasidiag.quadratic import BOUNDS, DECAY, FORMS, SHORTEST, QuadraticModel, minimiser
 from quasidiag.reductions import safeguarded
 from quasidiag.reference import completion
+from quasidiag.report import RISES
 
-pytestmark = pytest.mark.usefixtures("unbounded", "warm", "full")
+pytestmark = pytest.mark.usefixtures("unbounded", "warm", "full", "untried")
 SIZES = (5, 6, 3)
 SAFEGUARDS: dict[str, Any] = {"safeguards": "default", "none": None}
 
@@ -373,7 +374,9 @@ def test_a_form_that_is_not_finite_is_forgotten(at: int, monkeypatch: pytest.Mon
     form = QuadraticModel._form
     for k in range(9):
         spoilt = math.nan if k == at else 1.0
-        monkeypatch.setattr(QuadraticModel, "_form", lambda *args, f=spoilt: f * form(*args))
+        monkeypatch.setattr(
+            QuadraticModel, "_form", lambda *args, f=spoilt: tuple(f * x for x in form(*args))
+        )
         optimizer.zero_grad()
         loss(model(x), t).backward()
         optimizer.step()

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 import quasidiag as qd
 from nets import batch, mlp
 from quasidiag import rest
-from quasidiag.quadratic import Report
+from quasidiag.report import Report
 
 SIZES = (5, 8, 3)
 STEPS = 70
@@ -242,8 +242,8 @@ def harm(rule: qd.Riemannian) -> None:
     backward(rule, 0)
     with torch.no_grad():
         for p in rule.model.parameters():
-            p.add_(rule.state[p]["update"], alpha=50)
-            rule.state[p]["update"].mul_(51)
+            p.sub_(rule.state[p]["update"], alpha=50)
+            rule.state[p]["update"].mul_(-49)
     retreats, report.promise, report.stride = report.retreats, 1e-12, rule.step_every
     backward(rule, 0)
     rule.step()

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 import quasidiag as qd
 from nets import batch, mlp
 from quasidiag import auto
-from quasidiag.quadratic import Report
+from quasidiag.report import Report
 
 pytestmark = pytest.mark.usefixtures("warm")
 SIZES = (5, 8, 3)

@@ -13,7 +13,7 @@ import quasidiag as qd
 from nets import batch, mlp
 from quasidiag import auto
 from quasidiag.directions import before_way
-from quasidiag.quadratic import RECENT, Report
+from quasidiag.report import RECENT, Report
 
 pytestmark = pytest.mark.usefixtures("warm", "full")
 SIZES = (5, 8, 3)

@@ -1,0 +1,112 @@
+"""Steps that promise much are tried on their own minibatch. Oracle: the parabola through slope and loss, by hand."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+from torch import nn
+
+import quasidiag as qd
+from quasidiag import quadratic
+from quasidiag.quadratic import SHORTEST, QuadraticModel
+from quasidiag.report import Report
+
+
+def judge(monkeypatch: pytest.MonkeyPatch, now: float, after: float) -> QuadraticModel:
+    """Of a loss that is ``now``, and ``after`` the step."""
+    model = QuadraticModel.__new__(QuadraticModel)
+    model.report = Report()
+    found = torch.tensor([now, after], dtype=torch.float64)
+    monkeypatch.setattr(QuadraticModel, "_compared", lambda *_: found)
+    return model
+
+
+@pytest.mark.parametrize(
+    ("now", "after", "part"),
+    [
+        (5.0, 1.5, 1.0),  # as promised
+        (5.0, 3.2, 1.0),  # by more than half of it
+        (
+            5.0,
+            4.0,
+            1 / 6,
+        ),  # a parabola that begins with a slope of -4 and ends at -1 has a curvature of 6, and not 1
+        (5.0, 9.0, SHORTEST),
+        (5.0, math.inf, SHORTEST),
+        (math.nan, math.nan, 1.0),  # nothing is known
+    ],
+)
+def test_the_curvature_is_that_of_the_loss(
+    now: float, after: float, part: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    slope, form, step = (torch.tensor(x, dtype=torch.float64) for x in ([-4.0], [[1.0]], [1.0]))
+    tried = judge(monkeypatch, now, after)._tried([], slope, form, step, None)
+    assert tried == pytest.approx(part)
+
+
+@pytest.mark.parametrize(
+    ("room", "besides", "much"), [(13.0, 0.0, True), (15.0, 0.0, False), (13.0, 3.0, False)]
+)
+def test_what_promises_much_is_tried(room: float, besides: float, much: bool) -> None:
+    model = QuadraticModel.__new__(QuadraticModel)
+    model.report = Report(besides=besides, unbounded=4.0)
+    slope, form, step = (torch.tensor(x, dtype=torch.float64) for x in ([-4.0], [[1.0]], [1.0]))
+    assert model._much(slope, form, step, room) is much
+
+
+def stepped() -> tuple[float, float, float]:
+    """The loss of a deep linear network before and after its first step, on the minibatch itself, and what was predicted."""
+    torch.manual_seed(0)
+    model, loss = (
+        nn.Sequential(*(nn.Linear(4, n) for n in (4, 4, 4, 4, 3))).double(),
+        qd.Categorical(),
+    )
+    x = torch.randn(500, 4, dtype=torch.float64)
+    t = x[:, :3].argmax(1)
+    optimizer, losses = qd.Riemannian(model, loss), []
+    for _ in range(2):
+        optimizer.zero_grad()
+        losses.append(loss(model(x), t))
+        losses[-1].backward()
+        if len(losses) == 1:
+            optimizer.step()
+    assert optimizer.auto is not None
+    before, after = (float(x.detach()) for x in losses)
+    return before, after, optimizer.auto.predicted
+
+
+@pytest.mark.usefixtures("warm", "unbounded")
+def test_a_step_that_would_do_harm_is_shortened(monkeypatch: pytest.MonkeyPatch) -> None:
+    before, after, predicted = stepped()
+    assert after < before + 0.5 * predicted < before
+    monkeypatch.setattr(quadratic, "TRIALS", 0)
+    before, after, predicted = stepped()
+    assert after > 5 * before > before + predicted
+
+
+def classes(count: int, steps: int) -> list[float]:
+    """Half a sample a class in each minibatch, seen once."""
+    generator = torch.Generator().manual_seed(0)
+    torch.manual_seed(0)
+    means = torch.randn(count, 64)
+    model = nn.Sequential(nn.Linear(64, 128), nn.ReLU(), nn.Linear(128, count))
+    loss = qd.Categorical()
+    optimizer, losses = qd.Riemannian(model, loss), []
+    for _ in range(steps):
+        t = torch.randint(count, (count // 2,), generator=generator)
+        x = means[t] + 2 * torch.randn(len(t), 64, generator=generator)
+        optimizer.zero_grad()
+        now = loss(model(x), t)
+        now.backward()
+        optimizer.step()
+        losses.append(float(now.detach()))
+    return losses
+
+
+def test_many_classes_do_not_diverge() -> None:
+    """What the model promises is more than the loss in every one of the first steps, and no sign of another loss."""
+    losses = classes(1000, 60)
+    assert max(losses) < 1.2 * losses[0]
+    assert sum(losses[-10:]) / 10 < 0.9 * losses[0]
