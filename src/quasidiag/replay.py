@@ -36,6 +36,9 @@ Moved = tuple[Tensor, Tensor, list[Tensor]]
 
 #: So many numbers of a minibatch's outputs become float64 at a time on a CPU: new memory costs more than arithmetic.
 AT_ONCE = 2**16
+#: In one of so many forward passes it is looked whether the model draws from generators that are not torch's, because to
+#: read their states takes longer than all else here. A model that ever did has them recorded in all.
+LOOK = 10
 #: What a model says, besides a ``RuntimeError``, of an input that does not fit.
 UNFIT = ValueError, IndexError, TypeError
 
@@ -78,6 +81,8 @@ class Replay:
         #: The last call, whose outputs may be no part of any graph.
         self._last: Loan | None = None
         self._around: tuple[Surroundings, list[int]] | None = None
+        #: Whether the model was ever seen to draw from a generator that is not torch's, and in how many passes.
+        self._foreign, self._passes = False, 0
         self._used: list[Batch] = []
         self._pass, self._witness = -1, Witness()
         self._handles: list[RemovableHandle] = [
@@ -107,13 +112,16 @@ class Replay:
 
     def _entered(self, model: nn.Module, args: Any, kwargs: Any) -> None:
         if model.training and torch.is_grad_enabled():
-            self._around = Surroundings(model, random=True), versions((args, kwargs))
+            foreign = self._foreign or self._passes % LOOK == 0
+            self._passes += 1
+            self._around = Surroundings(model, True, foreign), versions((args, kwargs))
 
     def _left(self, model: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
         around, self._around = self._around, None
         if around is not None:
             outputs = [x.detach() for x in tensors(output)]
             surroundings, entered = around
+            self._foreign = surroundings.drew() or self._foreign
             given = detached((args, kwargs))
             call = Call(given, surroundings, outputs, versions(outputs), entered)
             self._last = self._calls.lend(call)

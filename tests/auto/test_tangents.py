@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import copy
+import random
+from collections.abc import Callable
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
@@ -256,6 +259,40 @@ def test_the_same_dropout_masks_are_drawn_again() -> None:
     entry = replay.weighted()[0][1]
     now, again = replay.values(entry, {})
     torch.testing.assert_close((now, again), (loss.detach().double(), loss.detach().double()))
+
+
+DRAWS: dict[str, Callable[[], float]] = {
+    "python": random.random,
+    "numpy": lambda: float(np.random.randn()),  # noqa: NPY002 - the old one, with a store of its own
+    "torch": lambda: float(torch.rand(())),
+}
+
+
+@pytest.mark.parametrize("kind", DRAWS)
+def test_so_is_what_other_generators_gave(kind: str) -> None:
+    """Layers that are left out by chance, say; and those generators go on from where they were."""
+
+    class Scaled(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.inner, self.drawn = mlp(4, 6, 3), list[float]()
+
+        def forward(self, x: Tensor) -> Tensor:
+            self.drawn.append(DRAWS[kind]())
+            return self.inner(x) * self.drawn[-1]
+
+    model, criterion = Scaled(), qd.Categorical()
+    x, t = batch("categorical", 24, 4, 3)
+    replay = Replay(model, criterion, [*model.parameters()])
+    for _ in range(3):
+        loss = criterion(model(x), t)
+        loss.backward()
+        model.drawn, entry = model.drawn[-1:], replay.weighted()[0][1]
+        replay.values(entry, {}, 0.5)
+        replay.tangents(entry, directions(model), 0.5)
+        assert len(model.drawn) > 3 and len({*model.drawn}) == 1
+        assert DRAWS[kind]() != model.drawn[0]
+        replay.clear()
 
 
 # ------------------------------------------------ What the criterion may be called on

@@ -16,8 +16,11 @@ from __future__ import annotations
 
 import contextlib
 import inspect
+import pickle
+import random as python
+import sys
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -140,16 +143,26 @@ class Composite(Adapter, ABC):
 
 
 class Surroundings:
-    """What a forward pass depends on besides its arguments: random state and autocast."""
+    """What a forward pass depends on besides its arguments: random state and autocast.
 
-    def __init__(self, module: nn.Module, random: bool) -> None:
+    ``foreign`` are the generators of Python and numpy, which only somebody else's code draws from.
+    """
+
+    def __init__(self, module: nn.Module, random: bool, foreign: bool = False) -> None:
         device = next(module.parameters()).device
         self.kind = device.type
         self.devices = [device] if self.kind == "cuda" and random else []
         self.cpu = torch.get_rng_state() if random else None
         self.cuda = [torch.cuda.get_rng_state(d) for d in self.devices]
+        self.foreign = _foreign() if foreign else []
         self.autocast = torch.is_autocast_enabled(self.kind)
         self.dtype = torch.get_autocast_dtype(self.kind)
+
+    def drew(self) -> bool:
+        """Whether a foreign generator has moved on since; one that has not need not be put back."""
+        pairs = zip(self.foreign, _foreign()) if self.foreign else ()
+        self.foreign = [a for a, b in pairs if pickle.dumps(a[1]) != pickle.dumps(b[1])]
+        return bool(self.foreign)
 
     @contextlib.contextmanager
     def again(self) -> Iterator[None]:
@@ -162,7 +175,21 @@ class Surroundings:
                 torch.set_rng_state(self.cpu)
                 for device, state in zip(self.devices, self.cuda):
                     torch.cuda.set_rng_state(state, device)
+            if self.foreign:
+                for put_back, now in _foreign():
+                    stack.callback(put_back, now)
+                for put_back, then in self.foreign:
+                    put_back(then)
             yield
+
+
+def _foreign() -> list[tuple[Callable[[Any], None], Any]]:
+    """The states of the generators that are not torch's, each with what sets it; of numpy's if it was imported at all."""
+    found: list[tuple[Callable[[Any], None], Any]] = [(python.setstate, python.getstate())]
+    numpy = sys.modules.get("numpy.random")
+    if numpy is not None:
+        found.append((numpy.set_state, numpy.get_state(legacy=False)))
+    return found
 
 
 class Rerun:
