@@ -297,6 +297,8 @@ class Replay:
         """On a CPU a part of the samples at a time, each counting for as many terms as it has."""
         named = self.criterion.named_parameters()
         own = {name: parameters.get(p, p).detach().double() for name, p in named}
+        for name, b in self.criterion.named_buffers():
+            own[name] = b.to(torch.float64 if b.is_floating_point() else b.dtype, copy=True)
 
         def loss(y: Tensor, t: Tensor) -> Tensor:
             t = t.double() if t.is_floating_point() else t

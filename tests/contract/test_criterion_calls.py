@@ -93,3 +93,35 @@ def test_an_output_that_was_changed_is_still_refused_without_a_learning_rate() -
         optimizer.step()
     assert_same(before, values(model), 0.0)
     assert torch.isfinite(model[0].weight).all()
+
+
+class Weighted(qd.Categorical):
+    """A user's own, with a weight for each class and a count of its calls."""
+
+    def __init__(self, dtype: torch.dtype) -> None:
+        super().__init__()
+        self.register_buffer("weights", torch.tensor([1.0, 2.0, 3.0], dtype=dtype))
+        self.register_buffer("count", torch.zeros((), dtype=torch.long))
+
+    def forward(self, output: Tensor, target: Tensor) -> Tensor:
+        self.count += 1
+        return nn.functional.cross_entropy(output, target, weight=self.weights)
+
+    def residual(self, output: Tensor, target: Tensor) -> Tensor:
+        return super().residual(output, target) * self.weights[target].unsqueeze(-1)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_a_criterion_with_buffers_without_a_learning_rate(dtype: torch.dtype) -> None:
+    """They are as precise as the outputs when steps are judged, and stay as they are."""
+    model, _, x, t = problem()
+    model, x, loss = model.to(dtype), x.to(dtype), Weighted(dtype)
+    optimizer = qd.Riemannian(model, loss)
+    first = float(loss(model(x), t).detach())
+    for _ in range(10):
+        optimizer.zero_grad()
+        loss(model(x), t).backward()
+        optimizer.step()
+    assert optimizer.auto is not None and optimizer.auto.steps + optimizer.auto.retreats == 10
+    assert float(loss(model(x), t).detach()) < first and loss.weights.dtype == dtype
+    assert int(loss.count) == 12
