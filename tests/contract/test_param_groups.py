@@ -207,3 +207,27 @@ def test_who_chose_the_params_is_not_told_of_the_others() -> None:
         warnings.simplefilter("error")
         train(model, loss, optimizer, x, t, 2)
     assert model[0].weight.grad is not None
+
+
+@pytest.mark.parametrize("when", ["before the backward pass", "after it"])
+@pytest.mark.parametrize(
+    "options", [{}, {"lr": 0.05, "momentum": 0.9}, {"lr": 0.05, "weight_decay": 0.1}], ids=str
+)
+def test_what_is_frozen_does_not_move_by_what_is_left_of_its_gradient(
+    options: dict[str, Any], when: str
+) -> None:
+    """``zero_grad(set_to_none=False)`` leaves zeros, and what gradients are averaged into would go on."""
+    model, loss, x, t = problem()
+    optimizer = qd.Riemannian(model, loss, **options)
+    train(model, loss, optimizer, x, t, 6)
+    for _ in range(4):
+        optimizer.zero_grad(set_to_none=False)
+        model[0].requires_grad_(when == "after it")
+        loss(model(x), t).backward()
+        model[0].requires_grad_(False)
+        before = values(model[0])
+        optimizer.step()
+        assert_same(before, values(model[0]), 0.0)
+    model[0].requires_grad_()
+    train(model, loss, optimizer, x, t, 3)
+    assert_moved(before, model[0])
