@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from pathlib import Path
 
 import pytest
@@ -41,6 +42,12 @@ def tuned():
     return nn.Sequential(frozen(), nn.Linear(4, 2))
 
 number = 3
+
+def broken():
+    raise ValueError("no such\\nconfiguration")
+
+def mistyped():
+    return nn.Linear("3", 1)
 """
 
 
@@ -95,13 +102,62 @@ def test_by_import_path(
         ("torch.nn:Identity", "has no parameter"),
         ("{}:lazy", "lazy layers (0.weight, 0.bias), which have no shape yet"),
         ("{}:frozen", "are frozen: nothing is trained"),
+        ("{}:broken", "ValueError: no such (line 33)"),
+        ("{}:mistyped", "TypeError: empty(): argument 'size'"),
     ],
 )
 def test_wrong_usage(
     place: str, message: str, script: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert main(["doctor", place.format(script)]) == 2
-    assert message in capsys.readouterr().err
+    said = capsys.readouterr().err
+    assert message in said and said.count("\n") == 1
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("model = 1 / 0", "ZeroDivisionError: division by zero (line 1)"),
+        ("def f(:", "SyntaxError: invalid syntax"),
+        ("import sys\nsys.exit(3)", "SystemExit: 3 (line 2)"),
+        ("import no_such_package", "cannot import"),
+    ],
+)
+def test_a_script_that_fails(
+    text: str, message: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """It is no model of which some falls to the diagonal rule."""
+    path = tmp_path / "script.py"
+    path.write_text(text)
+    assert main(["doctor", str(path)]) == 2
+    said = capsys.readouterr().err
+    assert message in said and said.count("\n") == 1
+
+
+@pytest.mark.parametrize("here", [False, True])
+def test_a_script_imports_from_its_own_folder(
+    here: bool,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    """As when Python runs it; also what it imports only when the model is made."""
+    folder = tmp_path / "scripts"
+    folder.mkdir()
+    (folder / "sibling_of_script.py").write_text("width = 3")
+    (folder / "second_sibling.py").write_text("from torch import nn\nlayer = nn.Linear")
+    script = folder / "script.py"
+    script.write_text(
+        "from sibling_of_script import width\n"
+        "def make():\n    from second_sibling import layer\n    return layer(width, 2)"
+    )
+    if here:
+        monkeypatch.chdir(folder)
+    before = [*sys.path]
+    assert main(["doctor", f"{'script.py' if here else script}:make"]) == 0
+    assert "8 of 8" in capsys.readouterr().out and sys.path == before
+    for name in ("sibling_of_script", "second_sibling"):
+        del sys.modules[name]
 
 
 class Tied(nn.Module):

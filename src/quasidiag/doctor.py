@@ -9,11 +9,14 @@ from __future__ import annotations
 
 import argparse
 import importlib
+import inspect
 import os
 import runpy
 import sys
+import traceback
 import warnings
 from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -119,37 +122,74 @@ def _why_not(module: nn.Module) -> str:
 def load(place: str) -> nn.Module:
     """The model at an import path or in a file."""
     path, _, name = place.partition(":")
-    sys.path.insert(0, os.getcwd())
-    try:
-        if path.endswith(".py"):
-            if not os.path.exists(path):
-                raise UsageError(f"there is no file {path}")
-            name = name or "model"
-            names = runpy.run_path(path, run_name="quasidiag.doctor.script")
-        elif name:
-            names = vars(importlib.import_module(path))
-        else:
-            raise UsageError(f"expected package.module:name or FILE.py, not {place!r}")
-    except ImportError as error:
-        raise UsageError(f"cannot import {path!r}: {error}") from error
-    finally:
-        sys.path.remove(os.getcwd())
-    if name not in names:
-        raise UsageError(f"{path} defines no {name!r}")
-    model = names[name]
-    if not isinstance(model, nn.Module):
-        if not callable(model):
-            raise UsageError(f"{place} is a {type(model).__name__}, not a module")
-        try:
-            with warnings.catch_warnings():
-                warnings.simplefilter("ignore")
-                model = model()
-        except TypeError as error:
-            raise UsageError(f"{place} cannot be called without arguments: {error}") from error
-    if not isinstance(model, nn.Module):
-        raise UsageError(f"{place} gives a {type(model).__name__}, not a module")
+    with _found_from(path), _blamed(path):
+        model = _made(_named(path, name, place), place)
     if shapeless := [name for name, p in model.named_parameters() if is_lazy(p)]:
         raise UsageError(
             f"{place} has lazy layers ({', '.join(shapeless)}), which have no shape yet: let the model see a minibatch first"
         )
     return model
+
+
+def _named(path: str, name: str, place: str) -> Any:
+    """What a file or a module calls by this name."""
+    if path.endswith(".py"):
+        if not os.path.exists(path):
+            raise UsageError(f"there is no file {path}")
+        name = name or "model"
+        names = runpy.run_path(path, run_name="quasidiag.doctor.script")
+    elif name:
+        names = vars(importlib.import_module(path))
+    else:
+        raise UsageError(f"expected package.module:name or FILE.py, not {place!r}")
+    if name not in names:
+        raise UsageError(f"{path} defines no {name!r}")
+    return names[name]
+
+
+def _made(model: Any, place: str) -> nn.Module:
+    """The model, or what a function or class makes of nothing."""
+    if isinstance(model, nn.Module):
+        return model
+    if not callable(model):
+        raise UsageError(f"{place} is a {type(model).__name__}, not a module")
+    try:
+        inspect.signature(model).bind()
+    except TypeError as error:
+        raise UsageError(f"{place} cannot be called without arguments: {error}") from error
+    except ValueError:
+        pass  # it is written in C, and does not say
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        model = model()
+    if not isinstance(model, nn.Module):
+        raise UsageError(f"{place} gives a {type(model).__name__}, not a module")
+    return model
+
+
+@contextmanager
+def _found_from(path: str) -> Iterator[None]:
+    """Modules are found in the working directory, and first of all beside a file, as when Python runs it."""
+    before = sys.path
+    beside = [os.path.dirname(os.path.abspath(path))] if path.endswith(".py") else []
+    sys.path = [*beside, os.getcwd(), *before]
+    try:
+        yield
+    finally:
+        sys.path = before
+
+
+@contextmanager
+def _blamed(path: str) -> Iterator[None]:
+    """What goes wrong in somebody else's code is told in a line."""
+    try:
+        yield
+    except UsageError:
+        raise
+    except ImportError as error:
+        raise UsageError(f"cannot import {path!r}: {error}") from error
+    except (Exception, SystemExit) as error:
+        lines = [f.lineno for f in traceback.extract_tb(error.__traceback__) if f.filename == path]
+        where = f" (line {lines[-1]})" if lines else ""
+        said = next(iter(str(error).splitlines()), "")
+        raise UsageError(f"{path} fails: {type(error).__name__}: {said}{where}") from error

@@ -24,8 +24,8 @@ def ready(optimizer: Riemannian) -> bool:
     """Whether the minibatch can be used; raises if the call makes no sense."""
     collector, exchange = optimizer._collector, optimizer._exchange
     for p in optimizer._group:
-        if not p.requires_grad:  # zeros that zero_grad left; momentum and averages would go on by them
-            p.grad = None
+        if not p.requires_grad:
+            p.grad = None  # zeros that zero_grad left; momentum and averages would go on by them
     if exchange is not None:
         exchange.average_strays_()
     gradients: Gradients = [(p, local(p.grad)) for p in optimizer._group if p.grad is not None]
