@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import copy
 import math
-from dataclasses import dataclass
+from collections.abc import Callable
+from dataclasses import dataclass, fields, is_dataclass
 from typing import Any, NamedTuple
 
 import torch
@@ -54,13 +56,7 @@ class Part(NamedTuple):
 
     def of(self, tree: Any) -> Any:
         """Those rows of all tensors in the arguments that have the samples in front."""
-        if isinstance(tree, Tensor):
-            return self.rows(tree) if tree.dim() and len(tree) == self.samples else tree
-        if isinstance(tree, dict):
-            return {key: self.of(branch) for key, branch in tree.items()}
-        if type(tree) in (tuple, list):
-            return type(tree)(self.of(branch) for branch in tree)
-        return tree
+        return changed(tree, lambda x: self.rows(x) if x.dim() and len(x) == self.samples else x)
 
     def rows(self, x: Tensor) -> Tensor:
         """Those of a tensor with the same number of rows for every sample."""
@@ -68,14 +64,20 @@ class Part(NamedTuple):
         return x.unflatten(0, (self.samples, -1))[picked].flatten(0, 1)
 
 
-def detached(tree: Any) -> Any:
-    """The arguments without their history; what is not made of plain containers stays as it is."""
+def changed(tree: Any, change: Callable[[Tensor], Tensor]) -> Any:
+    """A copy of the arguments with other tensors; what :func:`tensors` does not look into stays as it is."""
     if isinstance(tree, Tensor):
-        return tree.detach()
-    if type(tree) is dict:
-        return {key: detached(branch) for key, branch in tree.items()}
+        return change(tree)
     if type(tree) in (tuple, list):
-        return type(tree)(detached(branch) for branch in tree)
+        return type(tree)(changed(branch, change) for branch in tree)
+    if isinstance(tree, dict):
+        tree = copy.copy(tree)
+        for key, branch in tree.items():
+            tree[key] = changed(branch, change)
+    elif is_dataclass(tree) and not isinstance(tree, type):
+        tree = copy.copy(tree)
+        for field in fields(tree):  # it may be frozen
+            object.__setattr__(tree, field.name, changed(getattr(tree, field.name), change))
     return tree
 
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields, is_dataclass
 from itertools import count
 from typing import Any, NamedTuple
 
@@ -372,7 +372,7 @@ class Probe:
 
 
 def tensors(tree: Any) -> Iterator[Tensor]:
-    """The tensors in nested tuples, lists and dictionaries, in order."""
+    """The tensors in nested tuples, lists, dictionaries and dataclasses, in order."""
     if isinstance(tree, Tensor):
         yield tree
     elif isinstance(tree, dict):
@@ -381,6 +381,9 @@ def tensors(tree: Any) -> Iterator[Tensor]:
     elif isinstance(tree, tuple | list):
         for branch in tree:
             yield from tensors(branch)
+    elif is_dataclass(tree) and not isinstance(tree, type):
+        for field in fields(tree):
+            yield from tensors(getattr(tree, field.name))
 
 
 def reaches(output: Tensor, parameters: Iterable[Tensor]) -> bool:

@@ -22,7 +22,7 @@ from torch.func import functional_call
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.hooks import RemovableHandle
 
-from quasidiag.calls import Call, Part, detached, versions
+from quasidiag.calls import Call, Part, changed, versions
 from quasidiag.directions import Direction
 from quasidiag.fingerprint import fingerprint
 from quasidiag.layers.composite import Surroundings
@@ -122,7 +122,7 @@ class Replay:
             outputs = [x.detach() for x in tensors(output)]
             surroundings, entered = around
             self._foreign = surroundings.drew() or self._foreign
-            given = detached((args, kwargs))
+            given = changed((args, kwargs), Tensor.detach)
             call = Call(given, surroundings, outputs, versions(outputs), entered)
             self._last = self._calls.lend(call)
             for x in tensors(output):
@@ -176,13 +176,14 @@ class Replay:
         if not self._used:
             raise RuntimeError(
                 "step='auto' saw no loss: compute it with the criterion that the optimizer was given, on the output of "
-                "a forward pass in training mode, outside of the model's forward"
+                "a forward pass in training mode, outside of the model's forward; and call the model itself, model(x), "
+                "not model.forward(x) or its layers one by one"
             )
         if any(batch.reading is None for batch in self._used):
             raise RuntimeError(
-                "step='auto' could not find the criterion's output among what the model returned: call the criterion "
-                "on the model's output itself, a slice or another view of it (logits[:, :-1] as it is, where sequences are "
-                "shifted), or give an lr"
+                "step='auto' could not find the criterion's output among what the model returned (tensors, also in tuples, "
+                "lists, dictionaries and dataclasses): call the criterion on the model's output itself, a slice or another "
+                "view of it (logits[:, :-1] as it is, where sequences are shifted), or give an lr"
             )
         if not all(batch.intact for batch in self._used):
             raise RuntimeError(

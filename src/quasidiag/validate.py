@@ -82,11 +82,16 @@ def options(**given: Any) -> None:
 
 
 def model(given: object) -> None:
-    """The model is a module."""
+    """The model is a module, and one that runs itself."""
     if not isinstance(given, nn.Module):
         raise TypeError(
             f"give the model itself, whose layers are watched, and not {type(given).__name__}: qd.Riemannian(model, "
             "...); params= is for param groups"
+        )
+    if any(isinstance(module, nn.DataParallel) for module in given.modules()):
+        raise TypeError(
+            "nn.DataParallel runs copies of the model, which nobody can watch: give the model itself, or use "
+            "nn.parallel.DistributedDataParallel"
         )
 
 

@@ -1,0 +1,98 @@
+"""How a model may be called and what it may return; where that cannot be followed, the message says what to do."""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import quasidiag as qd
+from nets import batch, mlp
+from quasidiag.replay import Replay
+
+
+@dataclass
+class Result:
+    """What a model returns."""
+
+    logits: Tensor
+    features: list[Tensor]
+
+
+@dataclass(frozen=True, slots=True)
+class Given:
+    """What it is given."""
+
+    x: Tensor
+    name: str = "a minibatch"
+
+
+class Net(nn.Module):
+    """Takes and returns what ``kind`` says."""
+
+    def __init__(self, kind: str) -> None:
+        super().__init__()
+        self.body, self.head, self.kind = mlp(4, 6), mlp(6, 3), kind
+
+    def encode(self, x: Tensor) -> Tensor:
+        return self.body(x).tanh()
+
+    def forward(self, given: Any) -> Any:
+        h = self.encode(given.x if self.kind == "dataclass" else given["x"])
+        return Result(self.head(h), [h]) if self.kind == "dataclass" else {"logits": self.head(h)}
+
+
+WAYS: dict[str, tuple[Callable[[Tensor], Any], Callable[[Any], Tensor]]] = {
+    "dataclass": (Given, lambda y: y.logits),
+    "dictionary": (lambda x: {"x": x}, lambda y: y["logits"]),
+    "ordered": (lambda x: OrderedDict(x=x), lambda y: y["logits"]),
+}
+
+
+@pytest.mark.parametrize("kind", WAYS)
+def test_what_a_model_is_given_and_returns(kind: str) -> None:
+    """A share of the samples is found there too, and a change in place."""
+    give, take = WAYS[kind]
+    model, criterion = Net(kind), qd.Categorical()
+    x, t = batch("categorical", 24, 4, 3)
+    replay = Replay(model, criterion, [*model.parameters()])
+    logits = take(model(give(x)))
+    criterion(logits, t).backward()
+    replay.check()
+    entry = replay.weighted()[0][1]
+    output, target, _ = replay.tangents(entry, [{p: p.detach() for p in model.parameters()}], 0.5)
+    torch.testing.assert_close(output, logits.detach()[::2])
+    assert replay.divisible and torch.equal(target, t[::2])
+    x.add_(1.0)
+    with pytest.raises(RuntimeError, match="changed in place"):
+        replay.check()
+
+
+@pytest.mark.parametrize("later", [False, True])
+@pytest.mark.parametrize("way", ["forward", "layers"])
+def test_a_model_must_be_called_itself(way: str, later: bool) -> None:
+    model, criterion = Net("dataclass"), qd.Categorical()
+    optimizer = qd.Riemannian(model, criterion)
+    x, t = batch("categorical", 24, 4, 3)
+    for _ in range(5 * later):
+        optimizer.zero_grad()
+        criterion(model(Given(x)).logits, t).backward()
+        optimizer.step()
+    optimizer.zero_grad()
+    y = model.forward(Given(x)).logits if way == "forward" else model.head(model.encode(x))
+    criterion(y, t).backward()
+    with pytest.raises(RuntimeError, match=r"model\(x\), not model\.forward\(x\)"):
+        optimizer.step()
+
+
+@pytest.mark.parametrize("options", [{}, {"lr": 0.1, "metric": "exact"}], ids=str)
+@pytest.mark.parametrize("inside", [False, True])
+def test_data_parallel_is_refused_by_name(inside: bool, options: dict[str, Any]) -> None:
+    model = nn.DataParallel(mlp(4, 6, 3))
+    with pytest.raises(TypeError, match="DistributedDataParallel"):
+        qd.Riemannian(nn.Sequential(model) if inside else model, qd.Categorical(), **options)
