@@ -190,6 +190,12 @@ class Replay:
                 "step='auto' runs the model on the minibatch again, and its input, output or target was changed in "
                 "place since the forward pass (or by it): write into them after the step, or give the model a copy"
             )
+        total = sum(float(batch.weight) for batch in self._used if batch.weight is not None)
+        if total < 0:
+            raise ValueError(
+                f"step='auto' minimises a loss, and the criterion's, {type(self.criterion).__name__}, enters what was "
+                f"backpropagated with a weight of {total:g}: leave the minus out, or give an lr"
+            )
 
     def weighted(self) -> list[tuple[float, Batch]]:
         """The minibatches of this step and the weight of each in the loss, a gradient scaler's factor taken out."""

@@ -96,3 +96,22 @@ def test_data_parallel_is_refused_by_name(inside: bool, options: dict[str, Any])
     model = nn.DataParallel(mlp(4, 6, 3))
     with pytest.raises(TypeError, match="DistributedDataParallel"):
         qd.Riemannian(nn.Sequential(model) if inside else model, qd.Categorical(), **options)
+
+
+def test_a_loss_is_to_be_minimised() -> None:
+    """Turned round it would never move, without a word; a smaller part that is subtracted may be."""
+    model, criterion = mlp(4, 6, 3), qd.Categorical()
+    optimizer = qd.Riemannian(model, criterion)
+    x, t = batch("categorical", 24, 4, 3)
+    before = [p.detach().clone() for p in model.parameters()]
+    (-criterion(model(x), t)).backward()
+    with pytest.raises(
+        ValueError, match="Categorical, enters what was backpropagated with a weight of -1"
+    ):
+        optimizer.step()
+    assert all(torch.equal(p, q) for p, q in zip(model.parameters(), before, strict=True))
+    optimizer.zero_grad()
+    y = model(x)
+    (criterion(y[:20], t[:20]) - 0.1 * criterion(y[20:], t[20:])).backward()
+    optimizer.step()
+    assert not any(torch.equal(p, q) for p, q in zip(model.parameters(), before, strict=True))
