@@ -36,7 +36,7 @@ def test_there_are_pages() -> None:
 
 @pytest.mark.parametrize("place", ["README.md", "docs/index.md", "mkdocs.yml", "pyproject.toml"])
 def test_the_price_is_the_same_everywhere(place: str) -> None:
-    assert quasidiag.__doc__ is not None and "times the price of SGD" in quasidiag.__doc__
+    assert quasidiag.__doc__ is not None and "times the cost of SGD" in quasidiag.__doc__
     assert quasidiag.__doc__.rstrip(".") in (ROOT / place).read_text(encoding="utf-8")
 
 

@@ -1,4 +1,4 @@
-"""Natural-gradient training for PyTorch, at two to two and a half times the price of SGD."""
+"""Natural-gradient training for PyTorch, at two to three times the cost of SGD."""
 
 from quasidiag import reference
 from quasidiag.adagrad import AdaGrad

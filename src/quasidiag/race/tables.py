@@ -12,7 +12,7 @@ from .summary import PARTS, REFERENCE
 def tables(summaries: Sequence[dict[str, Any]]) -> str:
     """All of them, one after the other."""
     known = [s for s in summaries if s["contenders"]]
-    parts = [finals(known), steps(known), times(known), robustness(known)]
+    parts = [steps(known), finals(known), times(known), paces(known), robustness(known)]
     return "\n\n".join(part for part in parts if part) + "\n"
 
 
@@ -72,6 +72,17 @@ def times(summaries: Sequence[dict[str, Any]]) -> str:
     return _titled(title, lines)
 
 
+def paces(summaries: Sequence[dict[str, Any]]) -> str:
+    """How long a step takes."""
+    timed = [s for s in summaries if s["timing"]]
+    columns = [name for name in names(timed) if any(name in s["timing"] for s in timed)]
+    lines = [("task", *columns)]
+    for s in timed:
+        seconds = [s["timing"].get(c) for c in columns]
+        lines.append((s["title"], *("" if x is None else _number(1000 * x) for x in seconds)))
+    return _titled("The time of a step, in milliseconds", lines) if timed else ""
+
+
 def robustness(summaries: Sequence[dict[str, Any]]) -> str:
     """Ours at other factors, minibatch sizes and shares."""
     tested = [s for s in summaries if s["robustness"]]
@@ -99,7 +110,9 @@ def _key(summary: dict[str, Any], row: dict[str, Any]) -> str:
 def _share(row: dict[str, Any] | None) -> str:
     if row is None:
         return ""
-    return "not reached" if row["ratio"] is None else f"{row['ratio']:.2f}"
+    if row["ratio"] is None:
+        return "not reached"
+    return f"{100 * row['ratio']:.{0 if row['ratio'] >= 0.1 else 1}f} %"
 
 
 def _number(value: float | None) -> str:
