@@ -31,7 +31,7 @@ def run(
 ) -> dict[str, Any]:
     """Everything that the preset asks for; on a ``busy`` machine, the processor time of one thread."""
     device = torch.device(preset.device)
-    timing.keep_memory()
+    timing.prepare()
     if busy:
         torch.set_num_threads(1)
     results: dict[str, Any] = {"machine": machine(device), "races": [], "curves": []}
@@ -55,7 +55,7 @@ def add_peers(
     busy: bool = False,
 ) -> None:
     """Time the peers beside a few of ours, and put them after the preset's own races."""
-    timing.keep_memory()
+    timing.prepare()
     item = beside_others(preset.races[0])
     results["races"][len(preset.races) :] = [race(item, peers, rounds, say, busy)]
 
