@@ -234,9 +234,12 @@ def steps(
     """
     found: dict[DiagonalBlock, list[Tensor]] = {}
     left: list[tuple[Stack, Root, Tensor]] = []
-    for stack in stacks:
-        root, v = stack.root(state), stack.rows([gradients[block] for block in stack.blocks])
-        w = _at_once(root, v) if stack.mixes else None
+    roots = [stack.root(state) for stack in stacks]
+    rows = [stack.rows([gradients[block] for block in stack.blocks]) for stack in stacks]
+    wanted = [_wanted(root, v) for root, v, stack in zip(roots, rows, stacks) if stack.mixes]
+    at_once = iter(kernels.directions(wanted, QUINTICS, MARGIN))
+    for stack, root, v in zip(stacks, roots, rows):
+        w = next(at_once) if stack.mixes else None
         if w is None:
             left.append((stack, root, root.gradient(v)))
         else:
@@ -249,13 +252,12 @@ def steps(
     return found
 
 
-def _at_once(root: Root, v: Sequence[Tensor]) -> list[Tensor] | None:
-    """The steps of matrices, by a kernel where there is one."""
+def _wanted(root: Root, v: Sequence[Tensor]) -> kernels.Wanted:
+    """What a kernel has to know of matrices."""
     units, inputs = root.scale.shape[-2], root.scale.shape[-1] + len(v) - 1
-    wide = _wide(units, inputs)
-    groups, shortest = (_groups(units), FADED) if wide else (1, 0.0)
-    by = 1.0 if wide else _length(units, inputs)
-    return kernels.direction(v, root, QUINTICS, MARGIN, groups, shortest, by)
+    if _wide(units, inputs):
+        return kernels.Wanted(v, root, _groups(units), FADED, 1.0)
+    return kernels.Wanted(v, root, 1, 0.0, _length(units, inputs))
 
 
 def _of_length(u: Tensor, units: int) -> Tensor:

@@ -14,7 +14,7 @@ from torch import Tensor
 
 import quasidiag as qd
 from quasidiag import kernels, moments, orthogonal, reductions
-from quasidiag.kernels import Squares, native
+from quasidiag.kernels import Squares, Wanted, native
 from quasidiag.kernels.rule import Rule
 from quasidiag.moments import Moments
 from quasidiag.orthogonal import MARGIN, QUINTICS
@@ -279,9 +279,11 @@ def test_threads_change_no_bit(threads: int) -> None:
                 [b["v0"].unsqueeze(0), b["vi"].unsqueeze(0)],
                 quasi_diagonal(*moments_(b), None),
             )
-            step = native.direction(v, root, QUINTICS, MARGIN, 3, 1e-3, 1.0)
-            assert step is not None
-            found += step
+            wide, narrow = Wanted(v, root, 3, 1e-3, 1.0), Wanted(v, root, 1, 0.0, 1.0)
+            for wanted in ([wide], [narrow], [narrow, wide, wide, narrow]):  # together, or apart
+                for step in native.directions(wanted, QUINTICS, MARGIN):
+                    assert step is not None
+                    found += step
         return found
 
     before = torch.get_num_threads()
@@ -345,6 +347,17 @@ def gradient(shape: tuple[int, int, int], kept: str = "all") -> list[Tensor]:
     return [v] if kept == "no bias" else [v.mean(-1), v]
 
 
+def direction(v: Any, root: Any) -> list[Tensor] | None:
+    """Of one kind of layers, as they are."""
+    (found,) = native.directions([Wanted(v, root, 1, 0.0, 1.0)], QUINTICS, MARGIN)
+    return found
+
+
+def at_once(root: Root, v: list[Tensor]) -> list[Tensor] | None:
+    (found,) = native.directions([orthogonal._wanted(root, v)], QUINTICS, MARGIN)
+    return found
+
+
 def exactly(v: list[Tensor], root: Root) -> list[Tensor]:
     """By the plain code, in float64."""
     double = Root(*(None if t is None else t.double() for t in root))
@@ -358,7 +371,7 @@ def exactly(v: list[Tensor], root: Root) -> list[Tensor]:
 @pytest.mark.parametrize("size", [1.0, 1e-25, 1e25])
 def test_direction(shape: tuple[int, int, int], kept: str, size: float) -> None:
     v, root = gradient(shape, kept), a_root(kept, *shape)
-    got = orthogonal._at_once(root, [size * x for x in v])
+    got = at_once(root, [size * x for x in v])
     assert got is not None
     for found, want in zip(got, exactly(v, root), strict=True):
         assert (found - want).norm() <= 2e-4 * want.norm()
@@ -371,7 +384,7 @@ def test_directions_are_as_exact_as_the_plain_ones(rank: int) -> None:
     g = torch.Generator().manual_seed(0)
     v = [torch.randn(1, 200, rank, generator=g) @ torch.randn(1, rank, 300, generator=g)]
     root = Root(None, None, torch.ones(1, 200, 300))
-    got, (want,) = orthogonal._at_once(root, v), exactly(v, root)
+    got, (want,) = at_once(root, v), exactly(v, root)
     plain = orthogonal.factor(v[0])
     assert got is not None
     assert (got[0] - want).norm() < 5 * (plain - want).norm() < 1e-3 * want.norm()
@@ -381,7 +394,7 @@ def test_directions_are_as_exact_as_the_plain_ones(rank: int) -> None:
 def test_directions_of_nothing_or_next_to_nothing_are_declined() -> None:
     for shape in [(1, 0, 5), (1, 5, 0), (1, 2, native.LONG + 1)]:
         root = Root(None, None, torch.ones(shape))
-        assert native.direction([torch.ones(shape)], root, QUINTICS, MARGIN, 1, 0.0, 1.0) is None
+        assert direction([torch.ones(shape)], root) is None
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
@@ -411,13 +424,31 @@ def test_directions_of_more_than_fits_at_once_and_of_zeros() -> None:
     v = gradient((31, 33, 4100))
     v[0][7], v[1][7] = 0.0, 0.0
     root = a_root("all", 31, 33, 4100)
-    got = native.direction(v, root, QUINTICS, MARGIN, 1, 0.0, 1.0)
+    got = direction(v, root)
     assert got is not None and not got[1][7].any()
     for i in range(31):
         alone = [x[i : i + 1] for x in v], [None if x is None else x[i : i + 1] for x in root]
-        one = native.direction(*alone, QUINTICS, MARGIN, 1, 0.0, 1.0)
+        one = direction(*alone)
         assert one is not None
         assert all(torch.equal(x[i], y[0]) for x, y in zip(got, one, strict=True))
+
+
+@vectors
+def test_layers_of_all_kinds_go_together() -> None:
+    """One that is declined between them; as each alone, to the bit."""
+    shapes = [(1, 300, 257), (2, 30, 50), (1, 2, native.LONG + 1), (1, 257, 300), (3, 41, 9)]
+    of = [(gradient(shape), a_root("all", *shape)) for shape in shapes]
+    wanted = [orthogonal._wanted(root, v) for v, root in of]
+    before = torch.get_num_threads()
+    try:
+        torch.set_num_threads(2)
+        found = native.directions(wanted, QUINTICS, MARGIN)
+    finally:
+        torch.set_num_threads(before)
+    for (v, root), got in zip(of, found, strict=True):
+        alone = at_once(root, v)
+        assert (got is None) == (alone is None) == (v[-1].shape[-1] > native.LONG)
+        assert all(torch.equal(x, y) for x, y in zip(got or [], alone or [], strict=True))
 
 
 @pytest.mark.parametrize("bad", [None, torch.inf, -torch.inf, torch.nan])

@@ -18,6 +18,7 @@ from quasidiag import moments
 from quasidiag.kernels import gpu, native
 from quasidiag.kernels.rule import Rule
 from quasidiag.kernels.squares import Squares
+from quasidiag.kernels.wanted import Wanted
 from quasidiag.moments import Moments
 
 Tensors = Sequence[Tensor]
@@ -137,22 +138,11 @@ def lengths(w: Tensors, bias: Tensor | None, mean: Tensor | None, scale: Tensor)
     return None if scale.is_cuda else native.lengths(w, bias, mean, scale)
 
 
-def direction(
-    v: Tensors,
-    root: Sequence[Tensor | None],
-    quintics: Sequence[Sequence[float]],
-    margin: float,
-    groups: int,
-    shortest: float,
-    by: float,
-) -> list[Tensor] | None:
-    """The step of :func:`quasidiag.orthogonal.steps` for layers of one shape, or ``None`` where no kernel can.
-
-    By groups of units; each brought to length one, unless it is shorter than ``shortest``, or else ``by`` times as long.
-    """
-    if v[-1].is_cuda:
-        return None
-    return native.direction(v, root, quintics, margin, groups, shortest, by)
+def directions(
+    wanted: Sequence[Wanted], quintics: Sequence[Sequence[float]], margin: float
+) -> list[list[Tensor] | None]:
+    """The steps of :func:`quasidiag.orthogonal.steps`, ``None`` for layers where no kernel can."""
+    return native.directions(wanted, quintics, margin)
 
 
 def finite(tensors: Sequence[Any]) -> bool | None:
@@ -163,10 +153,11 @@ def finite(tensors: Sequence[Any]) -> bool | None:
 __all__ = [
     "Rule",
     "Squares",
+    "Wanted",
     "accumulate_",
     "advance_",
     "diagonal",
-    "direction",
+    "directions",
     "finite",
     "lengths",
     "quasi_diagonal",

@@ -11,6 +11,7 @@
  */
 #include <math.h>
 #include <stdint.h>
+#include <stdlib.h>
 #include <string.h>
 
 #include "native.h"
@@ -23,6 +24,9 @@ enum { LANES = 16, ROWS = 8 };
 enum { LANES = 8, ROWS = 4 };
 #endif
 enum { WIDTH = 2 * LANES, DEPTH = 192, LINE = 16, AT_ONCE = 1 << 22 };
+
+/* Matrices go to one thread each if none is heavier than a thread's share of all by more than this. */
+static const double EVEN = 1.4;
 
 typedef float vector __attribute__((vector_size(4 * LANES)));
 
@@ -297,47 +301,122 @@ static void back(const root *a, int64_t k, const float *u, float shortest, float
     if (a->first) w0[k] = by * *u * a->bias[k] - sum;
 }
 
+/* Layers that are alike, by `groups` groups of units each; native.py has the same. What a layer does not have is NULL. */
+typedef struct {
+    int64_t layers, units, n, groups;
+    const float *v0, *vi, *bias, *mean, *scale;
+    float *w0, *wi;
+    float shortest, by;
+} alike;
+
+/* Their matrices: how one is made orthogonal, how many there are, and about how many multiplications each takes. */
+typedef struct {
+    const alike *of;
+    root a;
+    problem one;
+    int64_t rows, count, own, each; /* the last two: numbers of a matrix itself, and of all that it takes */
+    double work;
+} kind;
+
+static kind kind_of(const alike *of) {
+    kind k = {.of = of, .a = {of->n, of->bias != NULL, of->bias, of->mean, of->scale}};
+    const int64_t inputs = of->n + k.a.first;
+    k.rows = parts(of->units, of->groups);
+    k.count = of->layers * of->groups;
+    k.one = k.rows > inputs ? plan(inputs, k.rows, 1, inputs) : plan(k.rows, inputs, inputs, 1);
+    k.own = parts(k.rows * inputs, LINE) * LINE;
+    k.each = k.own + k.one.each;
+    k.work = (double)k.one.g * k.one.g * (1.5 * k.one.n + 6.5 * k.one.g);
+    return k;
+}
+
 /* Which unit of all layers is row `i` of all groups; -1 where a layer's last group has none any more. */
 static int64_t unit(int64_t i, int64_t rows, int64_t groups, int64_t units) {
     const int64_t layer = i / (rows * groups), k = i % (rows * groups);
     return k < units ? layer * units + k : -1;
 }
 
-/* Of `layers` layers that are alike, by `groups` groups of units each, as many at once as there is room for. Returns 0 and
- * does nothing if there is none. */
-int qd_direction(int64_t layers, int64_t units, int64_t n, int64_t groups, const float *v0, const float *vi,
-                 const float *bias, const float *mean, const float *scale, float *w0, float *wi,
-                 const float *polynomials, int64_t iterations, float margin, float shortest, float by, int threads) {
-    const root a = {n, bias != NULL, bias, mean, scale};
-    const int64_t rows = parts(units, groups), inputs = n + a.first, count = layers * groups;
-    const problem one = rows > inputs ? plan(inputs, rows, 1, inputs) : plan(rows, inputs, inputs, 1);
-    const int64_t own = parts(rows * inputs, LINE) * LINE, each = own + one.each;
-    const int64_t many = least(count, each < AT_ONCE ? AT_ONCE / each : 1);
-    room *mine = borrow(many * each);
+/* The directions of `count` matrices of a kind, from `start` on. For all threads of a team together. */
+static void directions(const kind *k, int64_t start, int64_t count, float *numbers, const float *polynomials,
+                       int64_t iterations, float margin) {
+    const alike *of = k->of;
+    const int64_t inputs = of->n + k->a.first;
+    problem m = k->one;
+    m.count = count;
+    m.x = numbers;
+    m.packed = m.x + count * k->own;
+#pragma omp for schedule(static)
+    for (int64_t i = 0; i < count * k->rows; i++) {
+        const int64_t u = unit(start * k->rows + i, k->rows, of->groups, of->units);
+        if (u < 0)
+            memset(m.x + i * inputs, 0, inputs * sizeof(float));
+        else
+            coordinates(&k->a, u, of->v0, of->vi, m.x + i * inputs);
+    }
+    orthogonalise(m, polynomials, iterations, margin);
+#pragma omp for schedule(static)
+    for (int64_t i = 0; i < count * k->rows; i++) {
+        const int64_t u = unit(start * k->rows + i, k->rows, of->groups, of->units);
+        if (u >= 0) back(&k->a, u, m.x + i * inputs, of->shortest, of->by, of->w0, of->wi);
+    }
+}
+
+static int heavier(const void *x, const void *y) {
+    const double a = ((const kind *)x)->work, b = ((const kind *)y)->work;
+    return (a < b) - (a > b);
+}
+
+/* Every matrix by one thread, the heavy ones first: none has to wait for what another has in its cache. */
+static void apart(const kind *kinds, int64_t matrices, float *numbers, int64_t each, const float *polynomials,
+                  int64_t iterations, float margin) {
+#pragma omp for schedule(dynamic)
+    for (int64_t i = 0; i < matrices; i++) {
+        const kind *k = kinds;
+        int64_t which = i;
+        while (which >= k->count) which -= k++->count;
+        float *mine = numbers + thread() * each;
+#pragma omp parallel num_threads(1) /* a team of its own, for the loops inside */
+        directions(k, which, 1, mine, polynomials, iterations, margin);
+    }
+}
+
+/* All threads at one kind after the other, with as many matrices at once as there is room for. */
+static void together(const kind *kinds, int64_t count, float *numbers, const float *polynomials, int64_t iterations,
+                     float margin) {
+    for (const kind *k = kinds; k < kinds + count; k++) {
+        const int64_t many = k->each < AT_ONCE ? AT_ONCE / k->each : 1;
+        for (int64_t start = 0; start < k->count; start += many)
+            directions(k, start, least(many, k->count - start), numbers, polynomials, iterations, margin);
+    }
+}
+
+/* Of all layers. Returns 0 and does nothing if there is no room. */
+int qd_directions(int64_t count, const alike *layers, const float *polynomials, int64_t iterations, float margin,
+                  int threads) {
+    kind kinds[count];
+    int64_t matrices = 0, numbers = 0, most = 0, least_room = 0;
+    double total = 0, heaviest = 0;
+    for (int64_t i = 0; i < count; i++) {
+        const kind k = kinds[i] = kind_of(layers + i);
+        const int64_t many = least(k.count, k.each < AT_ONCE ? AT_ONCE / k.each : 1);
+        matrices += k.count;
+        numbers += k.count * k.own;
+        total += k.count * k.work;
+        if (k.work > heaviest) heaviest = k.work;
+        if (k.each > most) most = k.each;
+        if (many * k.each > least_room) least_room = many * k.each;
+    }
+    qsort(kinds, count, sizeof *kinds, heavier);
+    const int hands = worth(numbers, threads), even = hands > 1 && heaviest * hands < EVEN * total;
+    room *mine = borrow(even ? hands * most : least_room);
     if (!mine) return 0;
-#pragma omp parallel num_threads(worth(layers * units * inputs, threads))
+#pragma omp parallel num_threads(hands)
     {
         const unsigned before = flush_denormals();
-        for (int64_t start = 0; start < count; start += many) {
-            problem m = one;
-            m.count = least(many, count - start);
-            m.x = mine->numbers;
-            m.packed = m.x + many * own;
-#pragma omp for schedule(static)
-            for (int64_t i = 0; i < m.count * rows; i++) {
-                const int64_t k = unit(start * rows + i, rows, groups, units);
-                if (k < 0)
-                    memset(m.x + i * inputs, 0, inputs * sizeof(float));
-                else
-                    coordinates(&a, k, v0, vi, m.x + i * inputs);
-            }
-            orthogonalise(m, polynomials, iterations, margin);
-#pragma omp for schedule(static)
-            for (int64_t i = 0; i < m.count * rows; i++) {
-                const int64_t k = unit(start * rows + i, rows, groups, units);
-                if (k >= 0) back(&a, k, m.x + i * inputs, shortest, by, w0, wi);
-            }
-        }
+        if (even)
+            apart(kinds, matrices, mine->numbers, most, polynomials, iterations, margin);
+        else
+            together(kinds, count, mine->numbers, polynomials, iterations, margin);
         restore(before);
     }
     give_back(mine);

@@ -26,6 +26,7 @@ from torch import Tensor
 
 from quasidiag.kernels.rule import Rule
 from quasidiag.kernels.squares import Squares
+from quasidiag.kernels.wanted import Wanted
 from quasidiag.moments import Moments, smallest
 
 SMALLEST = smallest(torch.float32)
@@ -46,6 +47,16 @@ class _Rule(ctypes.Structure):
 
 
 _SIZE, _POINTER, _FLOAT, _FLAG = ctypes.c_int64, ctypes.c_void_p, ctypes.c_float, ctypes.c_int
+
+
+class _Alike(ctypes.Structure):
+    _fields_ = [
+        *((name, _SIZE) for name in ("layers", "units", "n", "groups")),
+        *((name, _POINTER) for name in ("v0", "vi", "bias", "mean", "scale", "w0", "wi")),
+        *((name, _FLOAT) for name in ("shortest", "by")),
+    ]
+
+
 #: The arguments of each function; the number of threads follows.
 _SIGNATURES: dict[str, list[Any]] = {
     "qd_quasi_diagonal": [_SIZE, _SIZE, *[_POINTER] * 6, _FLAG, *[_POINTER] * 6, _Rule],
@@ -56,7 +67,7 @@ _SIGNATURES: dict[str, list[Any]] = {
     "qd_finite": [_SIZE, *[_POINTER] * 3],
     "qd_root": [_SIZE, _SIZE, _SIZE, *[_POINTER] * 7],
     "qd_lengths": [_SIZE, _SIZE, *[_POINTER] * 6],
-    "qd_direction": [*[_SIZE] * 4, *[_POINTER] * 8, _SIZE, *[_FLOAT] * 3],
+    "qd_directions": [_SIZE, _POINTER, _POINTER, _SIZE, _FLOAT],
     "qd_products": [_SIZE, _SIZE, _SIZE, *[_POINTER] * 6, *[_FLOAT] * 4, *[_POINTER] * 4, _Rule],
 }
 
@@ -268,26 +279,35 @@ def lengths(
     return found
 
 
-def direction(
-    v: Sequence[Tensor],
-    root: Sequence[Tensor | None],
-    quintics: Sequence[Sequence[float]],
-    margin: float,
-    groups: int,
-    shortest: float,
-    by: float,
-) -> list[Tensor] | None:
-    """The direction of layers alike, ``v: [layers, units(, inputs)]``; see ``orthogonal``."""
-    layers, units, n = v[-1].shape
-    narrow = min(units, n) < NARROW and max(units, n) > LONG
-    if narrow or not v[-1].numel() or not vectors() or not dense(*v, *root):
-        return None
-    assert len(v) == 2 - (root[0] is None)
-    w, none = [torch.empty_like(x) for x in v], [None] * (2 - len(v))
-    arrays = map(_pointer, (*none, *v, *root, *none, *w))
+def directions(
+    wanted: Sequence[Wanted], quintics: Sequence[Sequence[float]], margin: float
+) -> list[list[Tensor] | None]:
+    """The directions of all layers at once; ``None`` for those that are declined."""
+    found: list[list[Tensor] | None] = [
+        [torch.empty_like(x) for x in layers.v] if _directed(layers) else None for layers in wanted
+    ]
+    given = [_alike(layers, w) for layers, w in zip(wanted, found) if w is not None]
+    if not given:
+        return found
     polynomials = _floats(tuple(c for quintic in quintics for c in quintic))
-    numbers = ctypes.addressof(polynomials), len(quintics), margin, shortest, by
-    return w if _call("qd_direction", layers, units, n, groups, *arrays, *numbers) else None
+    numbers = ctypes.addressof(polynomials), len(quintics), margin
+    every = (_Alike * len(given))(*given)
+    done = _call("qd_directions", len(given), ctypes.addressof(every), *numbers)
+    return found if done else [None] * len(found)
+
+
+def _directed(layers: Wanted) -> bool:
+    units, n = layers.v[-1].shape[1:]
+    narrow = min(units, n) < NARROW and max(units, n) > LONG
+    usable = not narrow and bool(layers.v[-1].numel()) and vectors()
+    return usable and dense(*layers.v, *layers.root)
+
+
+def _alike(layers: Wanted, w: Sequence[Tensor]) -> _Alike:
+    v, root, none = layers.v, layers.root, [None] * (2 - len(layers.v))
+    assert len(v) == 2 - (root[0] is None)
+    arrays = map(_pointer, (*none, *v, *root, *none, *w))
+    return _Alike(*v[-1].shape, layers.groups, *arrays, layers.shortest, layers.by)
 
 
 def finite(numbers: Sequence[Any]) -> bool | None:
