@@ -69,12 +69,9 @@ class Asking:
         self._ask_for(self._lowest, vector)
         self._asking = False
         missed = [use for use in self._uses if use not in self._asked and use not in self._heard]
-        if missed:
-            nodes = set(below(self._output))
-            self._asked.update(missed)
-            missed = [use for use in missed if use.edge.node in nodes]
-            self._lowest += missed
-            self._ask_for(missed, vector)
+        self._asked.update(missed)
+        self._lowest += missed
+        self._ask_for(missed, vector)
 
     def _ask_for(self, uses: list[Use], vector: Tensor) -> None:
         if not uses:

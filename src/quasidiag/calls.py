@@ -4,15 +4,16 @@ from __future__ import annotations
 
 import copy
 import math
-from collections.abc import Callable
-from dataclasses import dataclass, fields, is_dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from quasidiag.layers.composite import Surroundings
-from quasidiag.probe import tensors
+from quasidiag.probe import names, tensors
 from quasidiag.reading import Reading
 
 
@@ -64,21 +65,26 @@ class Part(NamedTuple):
         return x.unflatten(0, (self.samples, -1))[picked].flatten(0, 1)
 
 
-def changed(tree: Any, change: Callable[[Tensor], Tensor]) -> Any:
-    """A copy of the arguments with other tensors; what :func:`tensors` does not look into stays as it is."""
+def changed(
+    tree: Any, change: Callable[[Tensor], Tensor], copies: Mapping[int, Any] = MappingProxyType({})
+) -> Any:
+    """A copy of the arguments with other tensors; what is neither a plain container nor a dataclass stays as it is.
+
+    ``copies`` are those of what this lies in, by identity: it may lead back there.
+    """
     if isinstance(tree, Tensor):
         return change(tree)
     if type(tree) in (tuple, list):
-        return type(tree)(changed(branch, change) for branch in tree)
-    if isinstance(tree, dict):
-        tree = copy.copy(tree)
-        for key, branch in tree.items():
-            tree[key] = changed(branch, change)
-    elif is_dataclass(tree) and not isinstance(tree, type):
-        tree = copy.copy(tree)
-        for field in fields(tree):  # it may be frozen
-            object.__setattr__(tree, field.name, changed(getattr(tree, field.name), change))
-    return tree
+        return type(tree)(changed(branch, change, copies) for branch in tree)
+    if id(tree) in copies or not (isinstance(tree, dict) or names(tree)):
+        return copies.get(id(tree), tree)
+    new = copy.copy(tree)
+    copies = {**copies, id(tree): new}
+    for key in tree if isinstance(tree, dict) else ():
+        new[key] = changed(tree[key], change, copies)
+    for name in names(tree):  # it may be frozen
+        object.__setattr__(new, name, changed(getattr(tree, name), change, copies))
+    return new
 
 
 def versions(tree: Any) -> list[int]:

@@ -184,9 +184,7 @@ class Collector:
     def _begin(self, new: Pass) -> None:
         if self.before_pass is not None:
             self.before_pass()
-        for loan in self._heard:  # of earlier passes, whose gradients stay
-            loan.lent = None
-        self._heard = set()
+        self._let_go()  # of earlier passes, whose gradients stay
         self._pass = new
         torch.autograd.Variable._execution_engine.queue_callback(Outside(self._end))
 
@@ -198,7 +196,13 @@ class Collector:
             self.total = self.total + self._pass.samples()
         self._pass = None
         if self.exchange is not None:
+            self._let_go()  # what it has taken is summed up, and need not be held any longer
             self.exchange.end_pass()
+
+    def _let_go(self) -> None:
+        for loan in self._heard:
+            loan.lent = None
+        self._heard = set()
 
     def _record(self, call: nn.Module, a: Tensor, w: Any) -> None:
         """File a call under every block that it feeds."""

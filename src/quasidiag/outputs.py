@@ -60,7 +60,10 @@ class OutputModel(nn.Module, ABC):
 
     @abstractmethod
     def residual(self, output: Tensor, target: Tensor) -> Tensor:
-        """The derivative of each sample's negative log-likelihood with respect to the output, as a tensor of its own."""
+        """The derivative of each sample's negative log-likelihood with respect to the output, as a tensor of its own.
+
+        Override it along with :meth:`forward`: the automatic step takes what a gradient has besides for another loss.
+        """
 
     @abstractmethod
     def sample(self, output: Tensor, generator: Generator | None = None) -> Tensor:

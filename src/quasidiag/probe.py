@@ -75,7 +75,7 @@ class Place:
 
 
 class Note(NamedTuple):
-    """What the graph holds of a call: no place in it, or it would hold itself."""
+    """What the graph holds of a call: no place of its own in it, or it would hold itself."""
 
     seen: Seen
     layouts: list[Layout]
@@ -371,19 +371,29 @@ class Probe:
         self._handles.clear()
 
 
-def tensors(tree: Any) -> Iterator[Tensor]:
-    """The tensors in nested tuples, lists, dictionaries and dataclasses, in order."""
+def tensors(tree: Any, inside: tuple[int, ...] = ()) -> Iterator[Tensor]:
+    """The tensors in nested tuples, lists, dictionaries and dataclasses, in order; not again in what that lies in."""
     if isinstance(tree, Tensor):
         yield tree
-    elif isinstance(tree, dict):
-        for branch in tree.values():
-            yield from tensors(branch)
-    elif isinstance(tree, tuple | list):
-        for branch in tree:
-            yield from tensors(branch)
-    elif is_dataclass(tree) and not isinstance(tree, type):
-        for field in fields(tree):
-            yield from tensors(getattr(tree, field.name))
+    elif id(tree) not in inside:
+        inside = *inside, id(tree)
+        for branch in branches(tree):
+            yield from tensors(branch, inside)
+
+
+def branches(tree: Any) -> Iterable[Any]:
+    """What a container holds; a dataclass, what it has of its fields."""
+    if isinstance(tree, dict):
+        return tree.values()
+    if isinstance(tree, tuple | list):
+        return tree
+    return [getattr(tree, name) for name in names(tree)]
+
+
+def names(tree: Any) -> list[str]:
+    """The fields that a dataclass has."""
+    known = fields(tree) if is_dataclass(tree) and not isinstance(tree, type) else ()
+    return [field.name for field in known if hasattr(tree, field.name)]
 
 
 def reaches(output: Tensor, parameters: Iterable[Tensor]) -> bool:
@@ -391,14 +401,15 @@ def reaches(output: Tensor, parameters: Iterable[Tensor]) -> bool:
 
     Where the graph has none of them (a reentrant checkpoint's, or cut by ``fully_shard``) that is for nobody to see.
     """
+    training = [p for p in parameters if p.requires_grad]
     passed: set[Node] = set()
-    for p in parameters:
-        if p.requires_grad and not is_sharded(p):
+    for p in training:
+        if not is_sharded(p):
             node = get_gradient_edge(p).node
             if _runs(node):
                 return True
             passed.add(node)
-    return passed.isdisjoint(below(output))
+    return bool(training) and passed.isdisjoint(below(output))
 
 
 def _runs(node: Node) -> bool:

@@ -98,11 +98,13 @@ class QuadraticModel:
         names, directions, k = [*named], [*named.values()], len(named)
         linear = dots(gradient, directions)
         fisher, slopes = self._fisher(directions)
-        # g and M are the same on all ranks, up to rounding; the minibatch is not.
+        # g and M are the same on all ranks up to rounding, and no rank may decide otherwise than the others.
         above = torch.tensor([self.replay.above_least()], dtype=torch.float64)
-        numbers = mean(torch.cat([linear, slopes, above, fisher.flatten()]), ranks)
+        forms = torch.stack([fisher, metric])
+        numbers = mean(torch.cat([linear, slopes, above, forms.flatten()]), ranks)
         linear, slopes, room = numbers[:k], numbers[k : 2 * k], float(numbers[2 * k])
-        fisher = self._averaged(names, numbers[2 * k + 1 :].view(k, k), metric.diagonal())
+        fisher, metric = numbers[2 * k + 1 :].view(2, k, k)
+        fisher = self._averaged(names, fisher, metric.diagonal())
         part = self._possible(linear, slopes, fisher, room)
         for left in reversed(range(TRIALS + 1)):
             curved = fisher / part
@@ -144,7 +146,7 @@ class QuadraticModel:
         report, best = self.report, minimiser(linear, fisher)
         promise, besides = -0.5 * float(linear @ best), -0.5 * float((linear - slopes) @ best)
         most = room + max(0.0, min(besides, report.besides))
-        report.unbounded, report.besides = promise, besides
+        report.unbounded, report.besides = promise, besides if math.isfinite(besides) else 0.0
         if promise > 0 and room > 0:
             grasp = math.log(promise * report.small) - math.log(room)
             report.grasp += report.fresh * (grasp - report.grasp)

@@ -39,6 +39,8 @@ AT_ONCE = 2**16
 #: In one of so many forward passes it is looked whether the model draws from generators that are not torch's, because to
 #: read their states takes longer than all else here. A model that ever did has them recorded in all.
 LOOK = 10
+#: Relative: a total of weights that is negative by no more than this is none.
+ROUNDING = 1e-6
 #: What a model says, besides a ``RuntimeError``, of an input that does not fit.
 UNFIT = ValueError, IndexError, TypeError
 
@@ -190,8 +192,9 @@ class Replay:
                 "step='auto' runs the model on the minibatch again, and its input, output or target was changed in "
                 "place since the forward pass (or by it): write into them after the step, or give the model a copy"
             )
-        total = sum(float(batch.weight) for batch in self._used if batch.weight is not None)
-        if total < 0:
+        weights = [float(batch.weight) for batch in self._used if batch.weight is not None]
+        total = sum(weights)
+        if total < -ROUNDING * sum(map(abs, weights)):
             raise ValueError(
                 f"step='auto' minimises a loss, and the criterion's, {type(self.criterion).__name__}, enters what was "
                 f"backpropagated with a weight of {total:g}: leave the minus out, or give an lr"

@@ -36,7 +36,7 @@ class Report:
         promise: Decrease of the damped model by the last measured step, at a factor of 1.
         hope: Average of the logarithm of ``promise``.
         unbounded: Decrease that the undamped model would promise if the loss could fall below its least value.
-        besides: The part of it that is not the criterion's, whose slope is less than the gradient's; 0 if there is none.
+        besides: The part of it that is not the criterion's, whose slope is less than the gradient's; about 0 if none is.
         grasp: Average of the logarithm of ``unbounded``, relative to what the loss could fall; less for small minibatches.
         stride: Number of steps since the last measurement, the measured one included.
         actual: Change of the loss over the steps that were judged last, on the minibatch after them.

@@ -125,8 +125,8 @@ def test_what_is_left_of_a_step(room: float, own: float, before: float, part: fl
     model.report = Report(besides=before)
     slope, form = (torch.tensor(x, dtype=torch.float64) for x in ([-4.0], [[1.0]]))
     assert model._possible(slope, slope * own / -4, form, room) == pytest.approx(part, rel=1e-5)
-    besides = 0.0 if math.isinf(room) else 8.0 + 2.0 * own
-    assert model.report.besides == pytest.approx(besides if room < math.inf else before, abs=1e-4)
+    besides = before if math.isinf(room) else 8.0 + 2.0 * own
+    assert model.report.besides == pytest.approx(besides, abs=1e-4)
 
 
 def test_what_is_possible_is_not_bounded() -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import pytest
@@ -32,6 +32,18 @@ class Given:
     name: str = "a minibatch"
 
 
+@dataclass
+class Odd:
+    """A field that is not set yet, and one that leads back."""
+
+    x: Tensor
+    later: Tensor = field(init=False)
+    itself: Any = None
+
+    def __post_init__(self) -> None:
+        self.itself = [self]
+
+
 class Net(nn.Module):
     """Takes and returns what ``kind`` says."""
 
@@ -43,12 +55,14 @@ class Net(nn.Module):
         return self.body(x).tanh()
 
     def forward(self, given: Any) -> Any:
-        h = self.encode(given.x if self.kind == "dataclass" else given["x"])
-        return Result(self.head(h), [h]) if self.kind == "dataclass" else {"logits": self.head(h)}
+        named = self.kind in ("dataclass", "odd")
+        h = self.encode(given.x if named else given["x"])
+        return Result(self.head(h), [h]) if named else {"logits": self.head(h)}
 
 
 WAYS: dict[str, tuple[Callable[[Tensor], Any], Callable[[Any], Tensor]]] = {
     "dataclass": (Given, lambda y: y.logits),
+    "odd": (Odd, lambda y: y.logits),
     "dictionary": (lambda x: {"x": x}, lambda y: y["logits"]),
     "ordered": (lambda x: OrderedDict(x=x), lambda y: y["logits"]),
 }
@@ -115,3 +129,27 @@ def test_a_loss_is_to_be_minimised() -> None:
     (criterion(y[:20], t[:20]) - 0.1 * criterion(y[20:], t[20:])).backward()
     optimizer.step()
     assert not any(torch.equal(p, q) for p, q in zip(model.parameters(), before, strict=True))
+
+
+def test_weights_that_add_up_to_nothing_are_rounding() -> None:
+    model, loss = mlp(4, 6, 3).float(), qd.Categorical()
+    optimizer = qd.Riemannian(model, loss)
+    x, t = (y.float() if y.is_floating_point() else y for y in batch("categorical", 24, 4, 3))
+    y = model(x)
+    sum(weight * loss(y, t) for weight in (0.7, -0.1, -0.6)).backward()
+    optimizer.step()
+
+
+def test_a_pass_through_a_frozen_model_is_none() -> None:
+    """As of a generator's loss through the discriminator, whose gradients are zeros and not None."""
+    model, loss = mlp(4, 6, 3), qd.Categorical()
+    optimizer = qd.Riemannian(model, loss)
+    x, t = batch("categorical", 24, 4, 3)
+    loss(model(x), t).backward()
+    optimizer.zero_grad(set_to_none=False)
+    model.requires_grad_(False)
+    (-loss(model(x.clone().requires_grad_()), t)).backward()
+    model.requires_grad_(True)
+    loss(model(x), t).backward()
+    optimizer.step()
+    assert optimizer.auto is not None and optimizer.auto.samples == 24
