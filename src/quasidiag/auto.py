@@ -287,13 +287,14 @@ def descend_(optimizer: Riemannian, model: QuadraticModel, measures: bool) -> No
         for p in _way(optimizer):
             del optimizer.state[p]["update"]
         rest.mark_(optimizer)
-        best = _measure(optimizer, model, gradient, named, factor, float(dot(gradient, known)))
+        steep = float(dot(gradient, known))
+        best = _measure(optimizer, model, gradient, named, factor, largest, steep)
         report.stride, report.parts = 0, parts
     else:
-        best = dict(zip(named, model.again(gradient, named, factor, _ranks(optimizer))))
+        again = model.again(gradient, named, factor, largest, _ranks(optimizer))
+        best = dict(zip(named, again))
     if not named and not known:
         return  # all that has a gradient waits for its metric
-    best = {name: length * largest[name] for name, length in best.items()}
     part = model.part(factor) if known else 0.0
     if known:
         assert optimizer.criterion is not None
@@ -423,6 +424,7 @@ def _measure(
     gradient: Direction,
     named: dict[str, dict[Tensor, Tensor]],
     factor: float,
+    largest: dict[str, float],
     steep: float,
 ) -> dict[str, float]:
     """The coefficients that are best for the model; directions along which a layer would move too far are shortened."""
@@ -434,7 +436,7 @@ def _measure(
     for left in reversed(range(ROUNDS)):
         vars(report).update(vars(before))
         each = lengths(optimizer, [*named.values()])
-        best = model.coefficients(gradient, named, each.sum(0), whole, steep, ranks)
+        best = model.coefficients(gradient, named, each.sum(0), whole, largest, steep, ranks)
         excess = _excess(optimizer, _moving(optimizer, [*named.values()]), each, best, ranks)
         if not excess or not left:
             break

@@ -88,12 +88,14 @@ class QuadraticModel:
         named: Mapping[str, Direction],
         metric: Tensor,
         factor: float,
+        largest: Mapping[str, float],
         steep: float = 0.0,
         ranks: Any = None,
     ) -> list[float]:
         r"""The best coefficient of each direction *u*, times ``factor``; ``metric`` has their products :math:`u^⊤ M v`.
 
-        ``steep`` is the slope along the natural gradient of the criterion's own parameters.
+        Relative to it a direction's own factor, the ``largest`` of its groups', may be smaller. ``steep`` is the slope along
+        the natural gradient of the criterion's own parameters.
         """
         names, directions, k = [*named], [*named.values()], len(named)
         linear = dots(gradient, directions)
@@ -106,10 +108,11 @@ class QuadraticModel:
         fisher, metric = numbers[2 * k + 1 :].view(2, k, k)
         fisher = self._averaged(names, fisher, metric.diagonal())
         part = self._possible(linear, slopes, fisher, room)
+        factors = torch.tensor([factor * largest[name] for name in names], dtype=torch.float64)
         for left in reversed(range(TRIALS + 1)):
             curved = fisher / part
             best = minimiser(linear, curved + self.report.damping * metric)
-            step = best * factor
+            step = best * factors
             if not left or not self._much(linear, curved, step, room):
                 break
             tried = self._tried(directions, linear, curved, step, ranks)
@@ -204,7 +207,12 @@ class QuadraticModel:
                 report.hope = max(report.hope, both - math.log(CHANGE))
 
     def again(
-        self, gradient: Direction, named: Mapping[str, Direction], factor: float, ranks: Any = None
+        self,
+        gradient: Direction,
+        named: Mapping[str, Direction],
+        factor: float,
+        largest: Mapping[str, float],
+        ranks: Any = None,
     ) -> list[float]:
         """The coefficients of the last measurement, each smaller by as much as the slope along its direction is."""
         slopes = mean(dots(gradient, [*named.values()]), ranks).tolist()
@@ -213,7 +221,7 @@ class QuadraticModel:
             return [0.0] * len(slopes)
         known, length = self.report.slopes, self.report.coefficients
         parts = [min(max(slope / known[name], 0.0), 1.0) for name, slope in zip(named, slopes)]
-        return [part * length[name] * factor for name, part in zip(named, parts)]
+        return [part * length[name] * factor * largest[name] for name, part in zip(named, parts)]
 
     def _fisher(self, directions: Sequence[Direction]) -> tuple[Tensor, Tensor]:
         """Its products with the directions, of each with each, and the criterion's slope along each."""

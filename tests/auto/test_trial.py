@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import pytest
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 import quasidiag as qd
 from quasidiag import quadratic
+from quasidiag.directions import after_step
 from quasidiag.quadratic import SHORTEST, QuadraticModel
 from quasidiag.report import Report
 
@@ -110,3 +112,39 @@ def test_many_classes_do_not_diverge() -> None:
     losses = classes(1000, 60)
     assert max(losses) < 1.2 * losses[0]
     assert sum(losses[-10:]) / 10 < 0.9 * losses[0]
+
+
+class Scaled(nn.Module):
+    """With a parameter that is in no layer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer, self.scale = nn.Linear(4, 3), nn.Parameter(torch.ones(4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.layer(self.scale * x)
+
+
+@pytest.mark.usefixtures("unbounded")
+@pytest.mark.filterwarnings("ignore:no block structure")
+def test_the_step_that_is_tried_is_the_one_that_is_taken(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also where all that is in no layer has a smaller factor."""
+    monkeypatch.setattr(quadratic, "LITTLE", 0.0)
+    tried: list[dict[Tensor, Tensor]] = []
+
+    def remembered(*of: Any) -> dict[Tensor, Tensor]:
+        tried.append(after_step(*of))
+        return tried[-1]
+
+    monkeypatch.setattr(quadratic, "after_step", remembered)
+    torch.manual_seed(0)
+    model, loss = Scaled().double(), qd.Categorical()
+    groups = [{"params": [*model.layer.parameters()]}, {"params": [model.scale], "lr": 0.01}]
+    optimizer = qd.Riemannian(model, loss, params=groups, averaged=False)
+    x = torch.randn(500, 4, dtype=torch.float64)
+    loss(model(x), x[:, :3].argmax(1)).backward()
+    before = model.scale.detach().clone()
+    optimizer.step()
+    assert len(tried) == 1 and not torch.equal(model.scale, before)
+    for p in model.parameters():
+        torch.testing.assert_close(p.detach(), tried[0][p], rtol=1e-12, atol=1e-12)
