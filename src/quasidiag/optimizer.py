@@ -20,7 +20,7 @@ from quasidiag.quadratic import QuadraticModel
 from quasidiag.readiness import idle, ready, warn_of_others
 from quasidiag.replay import Replay
 from quasidiag.report import Report
-from quasidiag.saving import Saved
+from quasidiag.saving import STAYS, Saved
 from quasidiag.sharding import is_sharded
 from quasidiag.stacks import Stacks
 from quasidiag.sums import Sums, dtype_of
@@ -272,7 +272,7 @@ class Riemannian(Saved):
                 known = before.get(block.home, block.parameters)
                 if [*map(id, known)] != [*map(id, block.parameters)]:
                     for p in block.parameters:
-                        self.state[p] = rest.stays(self.state[p])
+                        self.state[p] = {k: x for k, x in self.state[p].items() if k in STAYS}
             self._watch()
             if self._model is not None:
                 self._model.replay.parameters = [*self._group]

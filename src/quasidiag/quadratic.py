@@ -266,8 +266,10 @@ class QuadraticModel:
         if counted is not None:
             moved = [torch.where(counted, u, 0.0) for u in moved]
         rows = [torch.stack([criterion.inner(output, u, v) for v in moved]) for u in moved]
-        residual = criterion.residual(output, target)
-        slopes = torch.stack([(residual * u).sum() for u in moved])
+        slopes = torch.zeros_like(rows[0])  # of a loss without a least value nobody asks for them
+        if math.isfinite(criterion.least):
+            residual = criterion.residual(output, target)
+            slopes = torch.stack([(residual * u).sum() for u in moved])
         found = torch.stack([*rows, slopes]).double() / max(1, int(criterion.terms(output, target)))
         *forms, slopes = found.cpu()
         return torch.stack(forms), slopes

@@ -100,11 +100,6 @@ def back_(state: dict[str, Any]) -> None:
         forget_(state)
 
 
-def stays(state: dict[str, Any]) -> dict[str, Any]:
-    """What is left of a parameter's state when its layer is found anew: where it is and where it goes, but no metric."""
-    return {key: value for key, value in state.items() if key in (*KEPT, "momentum")}
-
-
 def forget_(state: dict[str, Any]) -> None:
     """Let a parameter be where it is."""
     for key in KEPT:

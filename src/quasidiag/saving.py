@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from quasidiag import validate
+from quasidiag import rest, validate
 from quasidiag.blocks import DiagonalBlock
 from quasidiag.collect import Collector
 from quasidiag.report import Report
@@ -19,6 +19,8 @@ from quasidiag.sums import SUMS
 
 #: Of what ``state_dict()`` holds. 0 had no version, no shift and no count of steps.
 VERSION = 1
+#: What is left of a parameter's state when its layer is found anew: where it is and where it goes, but no metric.
+STAYS = ("momentum", *rest.KEPT)
 
 
 class Saved(Optimizer):

@@ -330,6 +330,9 @@ static kind kind_of(const alike *of) {
     return k;
 }
 
+/* So many of its matrices have room at once. */
+static int64_t at_once(const kind *k) { return least(k->count, k->each < AT_ONCE ? AT_ONCE / k->each : 1); }
+
 /* Which unit of all layers is row `i` of all groups; -1 where a layer's last group has none any more. */
 static int64_t unit(int64_t i, int64_t rows, int64_t groups, int64_t units) {
     const int64_t layer = i / (rows * groups), k = i % (rows * groups);
@@ -384,7 +387,7 @@ static void apart(const kind *kinds, int64_t matrices, float *numbers, int64_t e
 static void together(const kind *kinds, int64_t count, float *numbers, const float *polynomials, int64_t iterations,
                      float margin) {
     for (const kind *k = kinds; k < kinds + count; k++) {
-        const int64_t many = k->each < AT_ONCE ? AT_ONCE / k->each : 1;
+        const int64_t many = at_once(k);
         for (int64_t start = 0; start < k->count; start += many)
             directions(k, start, least(many, k->count - start), numbers, polynomials, iterations, margin);
     }
@@ -398,13 +401,13 @@ int qd_directions(int64_t count, const alike *layers, const float *polynomials, 
     double total = 0, heaviest = 0;
     for (int64_t i = 0; i < count; i++) {
         const kind k = kinds[i] = kind_of(layers + i);
-        const int64_t many = least(k.count, k.each < AT_ONCE ? AT_ONCE / k.each : 1);
+        const int64_t room_for = at_once(&k) * k.each;
         matrices += k.count;
         numbers += k.count * k.own;
         total += k.count * k.work;
         if (k.work > heaviest) heaviest = k.work;
         if (k.each > most) most = k.each;
-        if (many * k.each > least_room) least_room = many * k.each;
+        if (room_for > least_room) least_room = room_for;
     }
     qsort(kinds, count, sizeof *kinds, heavier);
     const int hands = worth(numbers, threads), even = hands > 1 && heaviest * hands < EVEN * total;

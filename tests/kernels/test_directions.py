@@ -1,0 +1,132 @@
+"""Directions and lengths in the coordinates of the metric, compiled, against the plain code in float64."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from quasidiag import orthogonal
+from quasidiag.kernels import Wanted, native
+from quasidiag.orthogonal import MARGIN, QUINTICS
+from quasidiag.root import Root
+
+pytestmark = pytest.mark.skipif(native.library() is None, reason="no C compiler")
+
+vectors = pytest.mark.skipif(
+    not native.vectors(), reason="directions are compiled for processors with AVX2 or AVX-512"
+)
+
+
+def a_root(kept: str, layers: int, units: int, n: int) -> Root:
+    g = torch.Generator().manual_seed(1)
+    bias, scale = torch.rand(layers, units, generator=g), torch.rand(layers, units, n, generator=g)
+    mean = torch.randn(layers, units, n, generator=g)
+    if n > 3:
+        scale[0, :, 3] = 0.0  # an input that has never varied
+    return Root(None if kept == "no bias" else bias, mean if kept == "all" else None, scale)
+
+
+@pytest.mark.parametrize("kept", ["all", "no row", "no bias"])
+def test_lengths(kept: str) -> None:
+    root = a_root(kept, 2, 96, 261)
+    double = Root(*(None if t is None else t.double() for t in root))
+    w = [torch.randn(2, 96), torch.randn(2, 96, 261)][-1 if kept == "no bias" else 0 :]
+    got = native.lengths(w, *root)
+    assert got is not None
+    exact = double.coordinates([t.double() for t in w]).square().sum(-1)
+    torch.testing.assert_close(got.double(), exact, rtol=1e-4, atol=1e-6)
+
+
+SHAPES = [(1, 8, 8), (2, 30, 50), (2, 1, 70), (1, 70, 1), (3, 41, 9), (1, 257, 300), (1, 300, 257)]
+
+
+def gradient(shape: tuple[int, int, int], kept: str = "all") -> list[Tensor]:
+    v = torch.randn(shape, generator=torch.Generator().manual_seed(0))
+    v[..., 0] *= 30  # a strong direction, as gradients have
+    v[0, -1] = 0.0  # a unit without a gradient
+    return [v] if kept == "no bias" else [v.mean(-1), v]
+
+
+def direction(v: Any, root: Any) -> list[Tensor] | None:
+    """Of one kind of layers, as they are."""
+    (found,) = native.directions([Wanted(v, root, 1, 0.0, 1.0)], QUINTICS, MARGIN)
+    return found
+
+
+def at_once(root: Root, v: list[Tensor]) -> list[Tensor] | None:
+    (found,) = native.directions([orthogonal._wanted(root, v)], QUINTICS, MARGIN)
+    return found
+
+
+def exactly(v: list[Tensor], root: Root) -> list[Tensor]:
+    """By the plain code, in float64."""
+    double = Root(*(None if t is None else t.double() for t in root))
+    u = orthogonal.factor(double.gradient([t.double() for t in v]))
+    return double.step(u)
+
+
+@vectors
+@pytest.mark.parametrize("kept", ["all", "no row", "no bias"])
+@pytest.mark.parametrize("shape", [*SHAPES, (2, 801, 784)], ids=str)
+@pytest.mark.parametrize("size", [1.0, 1e-25, 1e25])
+def test_direction(shape: tuple[int, int, int], kept: str, size: float) -> None:
+    v, root = gradient(shape, kept), a_root(kept, *shape)
+    got = at_once(root, [size * x for x in v])
+    assert got is not None
+    for found, want in zip(got, exactly(v, root), strict=True):
+        assert (found - want).norm() <= 2e-4 * want.norm()
+
+
+@vectors
+@pytest.mark.parametrize("rank", [1, 5, 64, 200])
+def test_directions_are_as_exact_as_the_plain_ones(rank: int) -> None:
+    """A minibatch smaller than a layer: elsewhere its gradient has nothing, and the polynomials are large."""
+    g = torch.Generator().manual_seed(0)
+    v = [torch.randn(1, 200, rank, generator=g) @ torch.randn(1, rank, 300, generator=g)]
+    root = Root(None, None, torch.ones(1, 200, 300))
+    got, (want,) = at_once(root, v), exactly(v, root)
+    plain = orthogonal.factor(v[0])
+    assert got is not None
+    assert (got[0] - want).norm() < 5 * (plain - want).norm() < 1e-3 * want.norm()
+
+
+@vectors
+def test_directions_of_nothing_or_next_to_nothing_are_declined() -> None:
+    for shape in [(1, 0, 5), (1, 5, 0), (1, 2, native.LONG + 1)]:
+        root = Root(None, None, torch.ones(shape))
+        assert direction([torch.ones(shape)], root) is None
+
+
+@vectors
+def test_directions_of_more_than_fits_at_once_and_of_zeros() -> None:
+    v = gradient((31, 33, 4100))
+    v[0][7], v[1][7] = 0.0, 0.0
+    root = a_root("all", 31, 33, 4100)
+    got = direction(v, root)
+    assert got is not None and not got[1][7].any()
+    for i in range(31):
+        alone = [x[i : i + 1] for x in v], [None if x is None else x[i : i + 1] for x in root]
+        one = direction(*alone)
+        assert one is not None
+        assert all(torch.equal(x[i], y[0]) for x, y in zip(got, one, strict=True))
+
+
+@vectors
+def test_layers_of_all_kinds_go_together() -> None:
+    """One that is declined between them; as each alone, to the bit."""
+    shapes = [(1, 300, 257), (2, 30, 50), (1, 2, native.LONG + 1), (1, 257, 300), (3, 41, 9)]
+    of = [(gradient(shape), a_root("all", *shape)) for shape in shapes]
+    wanted = [orthogonal._wanted(root, v) for v, root in of]
+    before = torch.get_num_threads()
+    try:
+        torch.set_num_threads(2)
+        found = native.directions(wanted, QUINTICS, MARGIN)
+    finally:
+        torch.set_num_threads(before)
+    for (v, root), got in zip(of, found, strict=True):
+        alone = at_once(root, v)
+        assert (got is None) == (alone is None) == (v[-1].shape[-1] > native.LONG)
+        assert all(torch.equal(x, y) for x, y in zip(got or [], alone or [], strict=True))
