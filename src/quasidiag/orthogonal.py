@@ -34,6 +34,14 @@ QUINTICS = (
     (3.1746036571, -2.3804328339, 0.4978263935),
     (2.1894628398, -1.5672206835, 0.4078871580),
 )
+#: The rational function :math:`x (r + \sum_j r_j / (x^2 + s_j))` with three such poles that is the closest to one between
+#: 0.002 and 1 (Zolotarev 1877): :math:`r`, and the :math:`(r_j, s_j)`.
+ENTIRE = 0.6909578905
+POLES = (
+    (0.004559727782, 6.887086865e-06),
+    (0.035980776, 6.734628981e-04),
+    (0.3275918194, 0.05334570411),
+)
 #: For rounding: singular values begin below one over this, and in bfloat16 an iteration takes them for larger by it.
 MARGIN = 1.02
 #: So many units of a wide layer are made orthogonal to each other; more would cost more, and bring little. Wide is a
@@ -68,24 +76,20 @@ def newton_schulz(matrices: Tensor) -> Tensor:
     return x[..., : matrices.shape[-2], : matrices.shape[-1]]
 
 
-def by_gram(matrices: Tensor) -> Tensor:
-    r""":func:`newton_schulz` with the iterations on :math:`G = X X^⊤`, which is smaller than :math:`X`.
+def by_poles(matrices: Tensor) -> Tensor:
+    r"""About :math:`P Q^⊤` for every :math:`U = P Σ Q^⊤`, from inverses of its Gram matrix.
 
-    .. math:: P_k = a_k + b_k G_k + c_k G_k^2, \qquad G_{k+1} = G_k P_k^2, \qquad X = P_4 P_3 P_2 P_1 X_0.
+    .. math:: \Bigl(r + \sum_j r_j (G + s_j)^{-1}\Bigr) X, \qquad G = X X^⊤, \quad X = U/‖U‖_4 .
 
-    Half as many operations, but the squares want float32 at least.
+    Singular values of more than 0.002 :math:`‖U‖_4` come within 5 % of one. A fifth of the multiplications that
+    :func:`newton_schulz` takes of a square matrix, but inverses are not for a GPU.
     """
     x, tall = _prepared(matrices)
     gram = x @ x.mT
-    square = gram @ gram
-    bound = _bound(square)
-    gram = gram / bound
-    product = quintic = _quintic(gram, square / bound.square(), *QUINTICS[0])
-    for coefficients in QUINTICS[1:]:
-        gram = gram @ quintic @ quintic
-        quintic = _quintic(gram, gram @ gram, *coefficients)
-        product = quintic @ product
-    x = (product / bound.sqrt()) @ x
+    bound = torch.linalg.matrix_norm(gram, keepdim=True).clamp_min(1.0)  # or it is of zeros
+    gram, one = gram / bound, torch.eye(gram.shape[-1], dtype=gram.dtype, device=gram.device)
+    inverses = [r * torch.cholesky_inverse(torch.linalg.cholesky(gram + s * one)) for r, s in POLES]
+    x = (sum(inverses, ENTIRE * one) / bound.sqrt()) @ x
     return x.mT if tall else x
 
 
@@ -104,13 +108,6 @@ def _bound(square: Tensor) -> Tensor:
     dtype = torch.promote_types(square.dtype, torch.float32)
     norm = torch.linalg.vector_norm(square, dim=(-2, -1), keepdim=True, dtype=dtype).sqrt()
     return norm.mul(MARGIN**2).clamp_min(1.0)  # less than one is a matrix of zeros
-
-
-def _quintic(gram: Tensor, square: Tensor, a: float, b: float, c: float) -> Tensor:
-    """What a quintic multiplies by: :math:`a + b G + c G^2`."""
-    even = torch.add(gram * b, square, alpha=c)
-    even.diagonal(dim1=-2, dim2=-1).add_(a)
-    return even
 
 
 def _prepared(x: Tensor) -> tuple[Tensor, bool]:
@@ -214,7 +211,7 @@ def _rooms(kinds: tuple[Kind, ...]) -> list[list[int]]:
 
 
 def _polar(matrices: Tensor) -> Tensor:
-    return newton_schulz(matrices) if matrices.is_cuda else by_gram(matrices)
+    return newton_schulz(matrices) if matrices.is_cuda else by_poles(matrices)
 
 
 def _length(units: int, inputs: int) -> float:
@@ -237,7 +234,7 @@ def steps(
     roots = [stack.root(state) for stack in stacks]
     rows = [stack.rows([gradients[block] for block in stack.blocks]) for stack in stacks]
     wanted = [_wanted(root, v) for root, v, stack in zip(roots, rows, stacks) if stack.mixes]
-    at_once = iter(kernels.directions(wanted, QUINTICS, MARGIN))
+    at_once = iter(kernels.directions(wanted, ENTIRE, POLES))
     for stack, root, v in zip(stacks, roots, rows):
         w = next(at_once) if stack.mixes else None
         if w is None:

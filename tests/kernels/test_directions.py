@@ -10,7 +10,7 @@ from torch import Tensor
 
 from quasidiag import orthogonal
 from quasidiag.kernels import Wanted, native
-from quasidiag.orthogonal import MARGIN, QUINTICS
+from quasidiag.orthogonal import ENTIRE, POLES
 from quasidiag.root import Root
 
 pytestmark = pytest.mark.skipif(native.library() is None, reason="no C compiler")
@@ -52,12 +52,12 @@ def gradient(shape: tuple[int, int, int], kept: str = "all") -> list[Tensor]:
 
 def direction(v: Any, root: Any) -> list[Tensor] | None:
     """Of one kind of layers, as they are."""
-    (found,) = native.directions([Wanted(v, root, 1, 0.0, 1.0)], QUINTICS, MARGIN)
+    (found,) = native.directions([Wanted(v, root, 1, 0.0, 1.0)], ENTIRE, POLES)
     return found
 
 
 def at_once(root: Root, v: list[Tensor]) -> list[Tensor] | None:
-    (found,) = native.directions([orthogonal._wanted(root, v)], QUINTICS, MARGIN)
+    (found,) = native.directions([orthogonal._wanted(root, v)], ENTIRE, POLES)
     return found
 
 
@@ -83,7 +83,7 @@ def test_direction(shape: tuple[int, int, int], kept: str, size: float) -> None:
 @vectors
 @pytest.mark.parametrize("rank", [1, 5, 64, 200])
 def test_directions_are_as_exact_as_the_plain_ones(rank: int) -> None:
-    """A minibatch smaller than a layer: elsewhere its gradient has nothing, and the polynomials are large."""
+    """A minibatch smaller than a layer: elsewhere its gradient has nothing, and what multiplies it is large."""
     g = torch.Generator().manual_seed(0)
     v = [torch.randn(1, 200, rank, generator=g) @ torch.randn(1, rank, 300, generator=g)]
     root = Root(None, None, torch.ones(1, 200, 300))
@@ -123,7 +123,7 @@ def test_layers_of_all_kinds_go_together() -> None:
     before = torch.get_num_threads()
     try:
         torch.set_num_threads(2)
-        found = native.directions(wanted, QUINTICS, MARGIN)
+        found = native.directions(wanted, ENTIRE, POLES)
     finally:
         torch.set_num_threads(before)
     for (v, root), got in zip(of, found, strict=True):

@@ -17,7 +17,7 @@ from quasidiag import kernels, moments, reductions
 from quasidiag.kernels import Squares, Wanted, native
 from quasidiag.kernels.rule import Rule
 from quasidiag.moments import Moments
-from quasidiag.orthogonal import MARGIN, QUINTICS
+from quasidiag.orthogonal import ENTIRE, POLES
 from quasidiag.root import quasi_diagonal
 
 pytestmark = pytest.mark.skipif(native.library() is None, reason="no C compiler")
@@ -277,7 +277,7 @@ def test_threads_change_no_bit(threads: int) -> None:
             )
             wide, narrow = Wanted(v, root, 3, 1e-3, 1.0), Wanted(v, root, 1, 0.0, 1.0)
             for wanted in ([wide], [narrow], [narrow, wide, wide, narrow]):  # together, or apart
-                for step in native.directions(wanted, QUINTICS, MARGIN):
+                for step in native.directions(wanted, ENTIRE, POLES):
                     assert step is not None
                     found += step
         return found

@@ -139,10 +139,10 @@ def lengths(w: Tensors, bias: Tensor | None, mean: Tensor | None, scale: Tensor)
 
 
 def directions(
-    wanted: Sequence[Wanted], quintics: Sequence[Sequence[float]], margin: float
+    wanted: Sequence[Wanted], whole: float, poles: Sequence[tuple[float, float]]
 ) -> list[list[Tensor] | None]:
     """The steps of :func:`quasidiag.orthogonal.steps`, ``None`` for layers where no kernel can."""
-    return native.directions(wanted, quintics, margin)
+    return native.directions(wanted, whole, poles)
 
 
 def finite(tensors: Sequence[Any]) -> bool | None:

@@ -1,13 +1,12 @@
 /* A layer's direction, A^{-1} P Q^T for a gradient with the coordinates P S Q^T (quasidiag.orthogonal, quasidiag.root).
  *
- * The orthogonal factor comes by Newton-Schulz on the Gram matrix (by_gram is the oracle):
+ * The orthogonal factor comes by the Gram matrix G = X X^T and inverses of it, shifted (by_poles is the oracle):
  *
- *     G = X X^T,   P_k = a_k + b_k G_k + c_k G_k^2,   G_{k+1} = G_k P_k^2,   P Q^T = P_4 P_3 P_2 P_1 X.
+ *     P Q^T = (r + sum_j r_j (G + s_j)^{-1}) X.
  *
- * Products of our own for the sake of what a library cannot know: most are of symmetric matrices that commute, so that
- * half of a result tells the rest, and the many small ones follow each other without a call. That of the P_k is formed
- * whole, and in this order: where X has nothing it is large, and what rounding leaves of the commutator would be seen. A
- * tile of a result stays in registers; every number is summed in the same order on any number of threads.
+ * Inverses and products of our own for the sake of what a library cannot know: half of a symmetric matrix tells the rest,
+ * and the many small ones follow each other without a call. Every number is summed in the same order on any number of
+ * threads.
  */
 #include <math.h>
 #include <stdint.h>
@@ -17,38 +16,41 @@
 #include "native.h"
 
 /* A tile is ROWS x WIDTH: 16 of AVX-512's 32 registers, 8 of AVX2's 16. DEPTH x WIDTH numbers fit into
- * a first-level cache. */
+ * a first-level cache. Matrices are inverted by BLOCK rows at a time. */
 #ifdef __AVX512F__
 enum { LANES = 16, ROWS = 8 };
 #else
 enum { LANES = 8, ROWS = 4 };
 #endif
-enum { WIDTH = 2 * LANES, DEPTH = 192, LINE = 16, AT_ONCE = 1 << 22 };
+enum { WIDTH = 2 * LANES, DEPTH = 192, LINE = 16, BLOCK = LINE, AT_ONCE = 1 << 22 };
 
 /* Matrices go to one thread each if none is heavier than a thread's share of all by more than this. */
 static const double EVEN = 1.4;
 
 typedef float vector __attribute__((vector_size(4 * LANES)));
 
-typedef struct {
-    float of[ROWS][WIDTH] __attribute__((aligned(64)));
-} tile;
-
 /* `count` matrices of g rows and n >= g columns. Square ones have as many rows as fill tiles, with zeros at the end, and
- * columns that fill panels; their rows lie `stride` apart: not a power of two, which few lines of a cache could hold. */
+ * columns that fill panels; their rows lie `stride` apart: not a power of two, which few lines of a cache could hold. Of
+ * symmetric ones what lies below the diagonal is not looked at. */
 typedef struct {
-    int64_t count, g, n, row, column; /* the last two: how far apart a matrix's rows and columns lie */
+    int64_t count, poles, g, n, row, column; /* the last two: how far apart a matrix's rows and columns lie */
     int64_t panels, side, stride, size, each; /* the last: numbers that a matrix takes */
-    float *x, *packed, *gram, *p, *product, *spare, *most, *bound;
+    float *x, *packed, *gram, *shifted, *rows, *most, *bound;
 } problem;
 
-/* t <- (more: t +) x^T y, of `k` rows each. Not inlined, because there the compiler may run out of registers. */
+/* Which matrices to add up: `whole` times the identity, and `parts` of the inverses of G + `shifts`. */
+typedef struct {
+    float whole;
+    const float *parts, *shifts;
+} rational;
+
+/* c <- (more: c +) x^T y, of `k` rows each. Not inlined, because there the compiler may run out of registers. */
 __attribute__((noinline)) static void multiply(int64_t k, const float *x, int64_t xs, const float *y, int64_t ys,
-                                               int more, tile *t) {
+                                               int more, float *c, int64_t cs) {
     vector sum[ROWS][2];
 #pragma GCC unroll 16
     for (int i = 0; i < ROWS; i++)
-        for (int h = 0; h < 2; h++) sum[i][h] = more ? *(vector *)&t->of[i][h * LANES] : (vector){0};
+        for (int h = 0; h < 2; h++) sum[i][h] = more ? *(vector *)(c + i * cs + h * LANES) : (vector){0};
 #pragma GCC unroll 4
     for (int64_t s = 0; s < k; s++, x += xs, y += ys) {
         const vector left = *(const vector *)y, right = *(const vector *)(y + LANES);
@@ -60,52 +62,145 @@ __attribute__((noinline)) static void multiply(int64_t k, const float *x, int64_
     }
 #pragma GCC unroll 16
     for (int i = 0; i < ROWS; i++)
-        for (int h = 0; h < 2; h++) *(vector *)&t->of[i][h * LANES] = sum[i][h];
+        for (int h = 0; h < 2; h++) *(vector *)(c + i * cs + h * LANES) = sum[i][h];
 }
 
-/* How a result is written: a symmetric one from its upper half, another one whole, as it is or transposed. */
-typedef enum { SYMMETRIC, WHOLE, TRANSPOSED } form;
-
-/* A tile goes where it belongs. Of a symmetric matrix what lies below the diagonal is the image of what lies above, which
- * another tile has. */
-static void keep(const tile *t, float *c, int64_t side, int64_t stride, int64_t row, int64_t column, form how) {
-    const int64_t there = least(WIDTH, side - column);
-    for (int64_t i = 0; i < ROWS; i++) {
-        const int64_t below = how == SYMMETRIC && row + i > column ? row + i - column : 0;
-        if (how != TRANSPOSED)
-            memcpy(c + (row + i) * stride + column + below, t->of[i] + below, (WIDTH - below) * sizeof(float));
-    }
-    if (how == WHOLE) return;
-    for (int64_t j = 0; j < there; j++) {
-        const int64_t last = how == TRANSPOSED ? ROWS : least(ROWS, column + j - row);
-        for (int64_t i = 0; i < last; i++) c[(column + j) * stride + row + i] = t->of[i][j];
-    }
-}
-
-/* Of every matrix: c <- x^T y, of `k` rows each, and those of the next matrix `next` numbers on; with a polynomial's
- * coefficients a + b y + c x^T y, for x and y the same symmetric matrix. */
-static void products(const problem *m, int64_t k, int64_t next, const float *x, const float *y, float *c,
-                     const float *polynomial, form how) {
-    const int64_t stride = m->stride, depth = parts(k, parts(k, DEPTH));
+/* G <- X X^T of every matrix, from X^T; only the tiles on the diagonal and above. */
+static void square(const problem *m) {
+    const int64_t stride = m->stride, depth = parts(m->n, parts(m->n, DEPTH));
 #pragma omp for schedule(dynamic)
     for (int64_t i = 0; i < m->count * m->panels; i++) {
         const int64_t which = i % m->count, column = (m->panels - 1 - i / m->count) * WIDTH; /* long ones first */
-        const int64_t rows = how == SYMMETRIC ? least(m->side, column + WIDTH) : m->side;
-        const float *left = x + which * next, *right = y + which * next + column;
-        tile tiles[rows / ROWS];
-        for (int64_t s = 0; s < k; s += depth)
-            for (int64_t row = 0; row < rows; row += ROWS)
-                multiply(least(depth, k - s), left + s * stride + row, stride, right + s * stride, stride, s > 0,
-                         tiles + row / ROWS);
-        for (int64_t row = 0; row < rows; row += ROWS) {
-            tile *t = tiles + row / ROWS;
-            for (int64_t r = 0; polynomial && r < ROWS; r++) {
-                const float *linear = right + (row + r) * stride;
+        const float *x = m->packed + which * m->n * stride;
+        float *c = m->gram + which * m->size + column;
+        for (int64_t s = 0; s < m->n; s += depth)
+            for (int64_t row = 0; row < least(m->side, column + WIDTH); row += ROWS)
+                multiply(least(depth, m->n - s), x + s * stride + row, stride, x + s * stride + column, stride, s > 0,
+                         c + row * stride, stride);
+    }
+}
+
+/* The bound on the eigenvalues: G's own length. -(G/bound + s) for every shift s. */
+static void shift(const problem *m, const rational *r) {
+#pragma omp for schedule(static)
+    for (int64_t which = 0; which < m->count; which++) {
+        double sum = 0;
+        for (int64_t i = 0; i < m->g; i++) {
+            const float *g = m->gram + which * m->size + i * m->stride;
+            float part = 0;
+#pragma omp simd reduction(+ : part)
+            for (int64_t j = i + 1; j < m->g; j++) part += g[j] * g[j];
+            sum += 2 * part + g[i] * g[i];
+        }
+        const float bound = (float)sqrt(sum);
+        m->bound[which] = bound < 1 ? 1 : bound; /* less than one is a matrix of zeros */
+    }
+#pragma omp for schedule(static)
+    for (int64_t i = 0; i < m->count * m->poles * m->side; i++) {
+        const int64_t at = i / m->side, row = i % m->side, which = at / m->poles;
+        const float *g = m->gram + which * m->size + row * m->stride, by = 1 / m->bound[which];
+        float *to = m->shifted + at * m->size + row * m->stride;
 #pragma omp simd
-                for (int64_t j = 0; j < WIDTH; j++) t->of[r][j] = polynomial[2] * t->of[r][j] + polynomial[1] * linear[j];
-                if (row + r >= column) t->of[r][row + r - column] += polynomial[0];
+        for (int64_t j = row; j < m->panels * WIDTH; j++) to[j] = -by * g[j];
+        to[row] -= r->shifts[at % m->poles];
+    }
+}
+
+/* The lower factor of -p = L L^T, of BLOCK rows, with the inverses of its diagonal in the place of that. */
+static void factorise(const float p[BLOCK][BLOCK], float l[BLOCK][BLOCK]) {
+    float left[BLOCK][BLOCK] __attribute__((aligned(64)));
+    for (int i = 0; i < BLOCK; i++)
+        for (int j = 0; j < BLOCK; j++) left[i][j] = -p[i][j];
+    for (int k = 0; k < BLOCK; k++) {
+        const float by = 1 / sqrtf(left[k][k]);
+        for (int j = 0; j < BLOCK; j++) l[j][k] = left[k][j] *= by;
+        for (int i = k + 1; i < BLOCK; i++)
+            for (int j = 0; j < BLOCK; j++) left[i][j] -= left[k][i] * left[k][j];
+        l[k][k] = by;
+    }
+}
+
+/* LANES columns of w <- L^{-1} b, and z <- L^{-T} w, of rows that lie `stride` apart. */
+static void substitute(const float l[BLOCK][BLOCK], float *b, float *z, int64_t stride) {
+    vector x[BLOCK];
+#pragma GCC unroll 16
+    for (int s = 0; s < BLOCK; s++) x[s] = *(vector *)(b + s * stride);
+#pragma GCC unroll 16
+    for (int s = 0; s < BLOCK; s++) {
+        x[s] *= l[s][s];
+        *(vector *)(b + s * stride) = x[s];
+#pragma GCC unroll 16
+        for (int t = s + 1; t < BLOCK; t++) x[t] -= l[t][s] * x[s];
+    }
+#pragma GCC unroll 16
+    for (int s = BLOCK - 1; s >= 0; s--) {
+        x[s] *= l[s][s];
+        *(vector *)(z + s * stride) = x[s];
+#pragma GCC unroll 16
+        for (int t = 0; t < s; t++) x[t] -= l[s][t] * x[s];
+    }
+}
+
+/* Before BLOCK rows B of a matrix -S are swept: with the square P of S on the diagonal, P = L L^T, W = L^{-1} B, and behind
+ * it L^{-T} W = P^{-1} B. In the place of that square, P^{-1} itself. */
+static void gather(const problem *m, const float *a, float *rows, int64_t k) {
+    const int64_t stride = m->stride, width = m->panels * WIDTH, few = least(BLOCK, m->side - k);
+    float p[BLOCK][BLOCK] __attribute__((aligned(64))), l[BLOCK][BLOCK] __attribute__((aligned(64)));
+    for (int64_t j = 0; j < k; j++)
+        for (int64_t s = 0; s < few; s++) rows[s * stride + j] = a[j * stride + k + s];
+    for (int64_t s = 0; s < few; s++)
+        for (int64_t j = k; j < width; j++) rows[s * stride + j] = a[(k + s) * stride + j];
+    for (int64_t s = few; s < BLOCK; s++) memset(rows + s * stride, 0, width * sizeof(float));
+    for (int64_t s = 0; s < BLOCK; s++)
+        for (int64_t j = s; j < BLOCK; j++) p[s][j] = p[j][s] = j < few ? rows[s * stride + k + j] : -(float)(s == j);
+    for (int64_t s = 0; s < few; s++)
+        for (int64_t j = 0; j < few; j++) rows[s * stride + k + j] = s == j;
+    factorise(p, l);
+    for (int64_t j = 0; j < width; j += LANES) substitute(l, rows + j, rows + BLOCK * stride + j, stride);
+}
+
+/* A panel of columns of -S while the rows from `k` on are swept: -S + W^T W, but in those rows and columns P^{-1} B. (By the
+ * factor, because P^{-1} may be large, and rounding with it.) */
+static void follow(const problem *m, float *a, const float *rows, int64_t k, int64_t column) {
+    const int64_t stride = m->stride, few = least(BLOCK, m->side - k), last = least(m->side, column + WIDTH);
+    const float *swept = rows + BLOCK * stride;
+    for (int64_t row = 0; row < last; row += ROWS)
+        multiply(BLOCK, rows + row, stride, rows + column, stride, 1, a + row * stride + column, stride);
+    for (int64_t s = 0; s < few && k < last; s++)
+        memcpy(a + (k + s) * stride + column, swept + s * stride + column, WIDTH * sizeof(float));
+    for (int64_t j = 0; j < k && column <= k && k < last; j++)
+        for (int64_t s = 0; s < few; s++) a[j * stride + k + s] = swept[s * stride + j];
+}
+
+/* Every -S <- S^{-1}, one block of rows swept after the other. */
+static void invert(const problem *m) {
+    const int64_t all = m->count * m->poles, room_for = 2 * BLOCK * m->stride;
+    for (int64_t k = 0; k < m->side; k += BLOCK) {
+#pragma omp for schedule(static)
+        for (int64_t i = 0; i < all; i++) gather(m, m->shifted + i * m->size, m->rows + i * room_for, k);
+#pragma omp for schedule(static)
+        for (int64_t i = 0; i < all * m->panels; i++) {
+            const int64_t at = i / m->panels, column = i % m->panels * WIDTH;
+            follow(m, m->shifted + at * m->size, m->rows + at * room_for, k, column);
+        }
+    }
+}
+
+/* What X is to be multiplied by, whole, into the place of G. */
+static void combine(const problem *m, const rational *r) {
+#pragma omp for schedule(static)
+    for (int64_t which = 0; which < m->count; which++) {
+        float *to = m->gram + which * m->size;
+        const float *from = m->shifted + which * m->poles * m->size;
+        for (int64_t i = 0; i < m->side; i++) {
+            for (int64_t j = i; j < m->side; j++) {
+                float sum = 0;
+                for (int64_t pole = 0; pole < m->poles; pole++)
+                    sum += r->parts[pole] * from[pole * m->size + i * m->stride + j];
+                to[i * m->stride + j] = sum;
             }
-            keep(t, c + which * m->size, m->side, stride, row, column, how);
+            to[i * m->stride + i] += r->whole;
+            for (int64_t j = 0; j < i; j++) to[i * m->stride + j] = to[j * m->stride + i];
         }
     }
 }
@@ -163,38 +258,7 @@ static void pack(const problem *m) {
     }
 }
 
-/* The bound on the eigenvalues, from G^2 in `spare`; G is divided by it. The first polynomial, and the product so far. */
-static void begin(const problem *m, const float *polynomial, float margin) {
-#pragma omp for schedule(static)
-    for (int64_t which = 0; which < m->count; which++) {
-        double sum = 0;
-        for (int64_t r = 0; r < m->side; r++) {
-            const float *square = m->spare + which * m->size + r * m->stride;
-            float part = 0;
-#pragma omp simd reduction(+ : part)
-            for (int64_t j = 0; j < m->side; j++) part += square[j] * square[j];
-            sum += part;
-        }
-        const float bound = margin * margin * (float)sqrt(sqrt(sum));
-        m->bound[which] = bound < 1 ? 1 : bound; /* less than one is a matrix of zeros */
-    }
-#pragma omp for schedule(static)
-    for (int64_t i = 0; i < m->count * m->side; i++) {
-        const int64_t which = i / m->side, r = i % m->side, at = which * m->size + r * m->stride;
-        const float by = 1 / m->bound[which];
-        float *gram = m->gram + at, *p = m->p + at, *product = m->product + at;
-        const float *square = m->spare + at;
-#pragma omp simd
-        for (int64_t j = 0; j < m->panels * WIDTH; j++) {
-            gram[j] *= by;
-            p[j] = polynomial[1] * gram[j] + polynomial[2] * by * by * square[j];
-        }
-        p[r] += polynomial[0];
-        memcpy(product, p, m->panels * WIDTH * sizeof(float));
-    }
-}
-
-/* X <- (product) X, the product transposed. */
+/* X <- (what is in the place of G) X. */
 static void finish(const problem *m) {
     const int64_t panels = parts(m->n, WIDTH), depth = parts(m->g, parts(m->g, DEPTH));
 #pragma omp for schedule(dynamic)
@@ -203,58 +267,48 @@ static void finish(const problem *m) {
         const int64_t at = which * m->g * m->n + first * m->column;
         float *x = m->x + at;
         const float by = scale(m, which) / sqrtf(m->bound[which]);
-        tile tiles[parts(m->g, ROWS)];
+        float result[parts(m->g, ROWS) * ROWS][WIDTH] __attribute__((aligned(64)));
         float panel[DEPTH * WIDTH] __attribute__((aligned(64)));
         for (int64_t s = 0; s < m->g; s += depth) {
             const int64_t k = least(depth, m->g - s);
             take(panel, WIDTH, x + s * m->row, m->row, m->column, k, there, by);
             for (int64_t row = 0; row < m->g; row += ROWS)
-                multiply(k, m->product + which * m->size + s * m->stride + row, m->stride, panel, WIDTH, s > 0,
-                         tiles + row / ROWS);
+                multiply(k, m->gram + which * m->size + s * m->stride + row, m->stride, panel, WIDTH, s > 0,
+                         result[row], WIDTH);
         }
         for (int64_t r = 0; r < m->g; r++) {
-            const float *row = tiles[r / ROWS].of[r % ROWS];
             float *to = x + r * m->row;
             if (m->column == 1)
-                memcpy(to, row, there * sizeof(float));
+                memcpy(to, result[r], there * sizeof(float));
             else
-                for (int64_t j = 0; j < there; j++) to[j * m->column] = row[j];
+                for (int64_t j = 0; j < there; j++) to[j * m->column] = result[r][j];
         }
     }
 }
 
 /* Of each matrix, how many numbers it takes to make it orthogonal. */
-static problem plan(int64_t g, int64_t n, int64_t row, int64_t column) {
-    problem m = {.g = g, .n = n, .row = row, .column = column, .panels = parts(g, WIDTH)};
+static problem plan(int64_t g, int64_t n, int64_t row, int64_t column, int64_t poles) {
+    problem m = {.poles = poles, .g = g, .n = n, .row = row, .column = column, .panels = parts(g, WIDTH)};
     m.side = parts(g, ROWS) * ROWS;
     m.stride = (m.panels * WIDTH / LINE | 1) * LINE;
     m.size = m.side * m.stride;
-    m.each = n * m.stride + 4 * m.size + parts(m.panels + 1, LINE) * LINE;
+    m.each = n * m.stride + (1 + poles) * m.size + 2 * poles * BLOCK * m.stride + parts(m.panels + 1, LINE) * LINE;
     return m;
 }
 
 /* X <- P Q^T. For all threads of a team together. */
-static void orthogonalise(problem m, const float *polynomials, int64_t iterations, float margin) {
+static void orthogonalise(problem m, const rational *r) {
     m.gram = m.packed + m.count * m.n * m.stride;
-    m.p = m.gram + m.count * m.size;
-    m.product = m.p + m.count * m.size;
-    m.spare = m.product + m.count * m.size;
-    m.most = m.spare + m.count * m.size;
+    m.shifted = m.gram + m.count * m.size;
+    m.rows = m.shifted + m.count * m.poles * m.size;
+    m.most = m.rows + 2 * m.count * m.poles * BLOCK * m.stride;
     m.bound = m.most + m.count * m.panels;
     look(&m);
     pack(&m);
-    products(&m, m.n, m.n * m.stride, m.packed, m.packed, m.gram, NULL, SYMMETRIC);
-    products(&m, m.side, m.size, m.gram, m.gram, m.spare, NULL, SYMMETRIC);
-    begin(&m, polynomials, margin);
-    for (int64_t k = 1; k < iterations; k++) {
-        float *product = m.product;
-        products(&m, m.side, m.size, m.gram, m.p, m.spare, NULL, SYMMETRIC);
-        products(&m, m.side, m.size, m.spare, m.p, m.gram, NULL, SYMMETRIC);
-        products(&m, m.side, m.size, m.gram, m.gram, m.p, polynomials + 3 * k, SYMMETRIC);
-        products(&m, m.side, m.size, m.p, m.product, m.spare, NULL, k + 1 < iterations ? WHOLE : TRANSPOSED);
-        m.product = m.spare;
-        m.spare = product;
-    }
+    square(&m);
+    shift(&m, r);
+    invert(&m);
+    combine(&m, r);
     finish(&m);
 }
 
@@ -318,15 +372,15 @@ typedef struct {
     double work;
 } kind;
 
-static kind kind_of(const alike *of) {
+static kind kind_of(const alike *of, int64_t poles) {
     kind k = {.of = of, .a = {of->n, of->bias != NULL, of->bias, of->mean, of->scale}};
     const int64_t inputs = of->n + k.a.first;
     k.rows = parts(of->units, of->groups);
     k.count = of->layers * of->groups;
-    k.one = k.rows > inputs ? plan(inputs, k.rows, 1, inputs) : plan(k.rows, inputs, inputs, 1);
+    k.one = k.rows > inputs ? plan(inputs, k.rows, 1, inputs, poles) : plan(k.rows, inputs, inputs, 1, poles);
     k.own = parts(k.rows * inputs, LINE) * LINE;
     k.each = k.own + k.one.each;
-    k.work = (double)k.one.g * k.one.g * (1.5 * k.one.n + 6.5 * k.one.g);
+    k.work = (double)k.one.g * k.one.g * (1.5 * k.one.n + 0.5 * poles * k.one.g);
     return k;
 }
 
@@ -340,8 +394,7 @@ static int64_t unit(int64_t i, int64_t rows, int64_t groups, int64_t units) {
 }
 
 /* The directions of `count` matrices of a kind, from `start` on. For all threads of a team together. */
-static void directions(const kind *k, int64_t start, int64_t count, float *numbers, const float *polynomials,
-                       int64_t iterations, float margin) {
+static void directions(const kind *k, int64_t start, int64_t count, float *numbers, const rational *r) {
     const alike *of = k->of;
     const int64_t inputs = of->n + k->a.first;
     problem m = k->one;
@@ -356,7 +409,7 @@ static void directions(const kind *k, int64_t start, int64_t count, float *numbe
         else
             coordinates(&k->a, u, of->v0, of->vi, m.x + i * inputs);
     }
-    orthogonalise(m, polynomials, iterations, margin);
+    orthogonalise(m, r);
 #pragma omp for schedule(static)
     for (int64_t i = 0; i < count * k->rows; i++) {
         const int64_t u = unit(start * k->rows + i, k->rows, of->groups, of->units);
@@ -370,8 +423,7 @@ static int heavier(const void *x, const void *y) {
 }
 
 /* Every matrix by one thread, the heavy ones first: none has to wait for what another has in its cache. */
-static void apart(const kind *kinds, int64_t matrices, float *numbers, int64_t each, const float *polynomials,
-                  int64_t iterations, float margin) {
+static void apart(const kind *kinds, int64_t matrices, float *numbers, int64_t each, const rational *r) {
 #pragma omp for schedule(dynamic)
     for (int64_t i = 0; i < matrices; i++) {
         const kind *k = kinds;
@@ -379,28 +431,28 @@ static void apart(const kind *kinds, int64_t matrices, float *numbers, int64_t e
         while (which >= k->count) which -= k++->count;
         float *mine = numbers + thread() * each;
 #pragma omp parallel num_threads(1) /* a team of its own, for the loops inside */
-        directions(k, which, 1, mine, polynomials, iterations, margin);
+        directions(k, which, 1, mine, r);
     }
 }
 
 /* All threads at one kind after the other, with as many matrices at once as there is room for. */
-static void together(const kind *kinds, int64_t count, float *numbers, const float *polynomials, int64_t iterations,
-                     float margin) {
+static void together(const kind *kinds, int64_t count, float *numbers, const rational *r) {
     for (const kind *k = kinds; k < kinds + count; k++) {
         const int64_t many = at_once(k);
         for (int64_t start = 0; start < k->count; start += many)
-            directions(k, start, least(many, k->count - start), numbers, polynomials, iterations, margin);
+            directions(k, start, least(many, k->count - start), numbers, r);
     }
 }
 
 /* Of all layers. Returns 0 and does nothing if there is no room. */
-int qd_directions(int64_t count, const alike *layers, const float *polynomials, int64_t iterations, float margin,
-                  int threads) {
+int qd_directions(int64_t count, const alike *layers, float whole, const float *numerators, const float *shifts,
+                  int64_t poles, int threads) {
+    const rational r = {whole, numerators, shifts};
     kind kinds[count];
     int64_t matrices = 0, numbers = 0, most = 0, least_room = 0;
     double total = 0, heaviest = 0;
     for (int64_t i = 0; i < count; i++) {
-        const kind k = kinds[i] = kind_of(layers + i);
+        const kind k = kinds[i] = kind_of(layers + i, poles);
         const int64_t room_for = at_once(&k) * k.each;
         matrices += k.count;
         numbers += k.count * k.own;
@@ -417,9 +469,9 @@ int qd_directions(int64_t count, const alike *layers, const float *polynomials, 
     {
         const unsigned before = flush_denormals();
         if (even)
-            apart(kinds, matrices, mine->numbers, most, polynomials, iterations, margin);
+            apart(kinds, matrices, mine->numbers, most, &r);
         else
-            together(kinds, count, mine->numbers, polynomials, iterations, margin);
+            together(kinds, count, mine->numbers, &r);
         restore(before);
     }
     give_back(mine);

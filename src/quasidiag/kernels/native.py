@@ -67,7 +67,7 @@ _SIGNATURES: dict[str, list[Any]] = {
     "qd_finite": [_SIZE, *[_POINTER] * 3],
     "qd_root": [_SIZE, _SIZE, _SIZE, *[_POINTER] * 7],
     "qd_lengths": [_SIZE, _SIZE, *[_POINTER] * 6],
-    "qd_directions": [_SIZE, _POINTER, _POINTER, _SIZE, _FLOAT],
+    "qd_directions": [_SIZE, _POINTER, _FLOAT, _POINTER, _POINTER, _SIZE],
     "qd_products": [_SIZE, _SIZE, _SIZE, *[_POINTER] * 6, *[_FLOAT] * 4, *[_POINTER] * 4, _Rule],
 }
 
@@ -280,7 +280,7 @@ def lengths(
 
 
 def directions(
-    wanted: Sequence[Wanted], quintics: Sequence[Sequence[float]], margin: float
+    wanted: Sequence[Wanted], whole: float, poles: Sequence[tuple[float, float]]
 ) -> list[list[Tensor] | None]:
     """The directions of all layers at once; ``None`` for those that are declined."""
     found: list[list[Tensor] | None] = [
@@ -289,10 +289,9 @@ def directions(
     given = [_alike(layers, w) for layers, w in zip(wanted, found) if w is not None]
     if not given:
         return found
-    polynomials = _floats(tuple(c for quintic in quintics for c in quintic))
-    numbers = ctypes.addressof(polynomials), len(quintics), margin
+    rational = whole, *(ctypes.addressof(_floats(numbers)) for numbers in zip(*poles)), len(poles)
     every = (_Alike * len(given))(*given)
-    done = _call("qd_directions", len(given), ctypes.addressof(every), *numbers)
+    done = _call("qd_directions", len(given), ctypes.addressof(every), *rational)
     return found if done else [None] * len(found)
 
 
