@@ -27,10 +27,11 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 from torch import Tensor
 
-from quasidiag import bounce, orthogonal, rest, together
+from quasidiag import bounce, kernels, orthogonal, rest, together
 from quasidiag.blocks import DiagonalBlock, UnitwiseBlock
 from quasidiag.directions import Direction, before_way, dot, dots, gathered, mean
 from quasidiag.moments import cast
+from quasidiag.moving import move_
 from quasidiag.proportions import echoes, further, power, proportions, shares, strengths, weights
 from quasidiag.quadratic import QuadraticModel
 from quasidiag.report import WHOLE, Report
@@ -144,13 +145,16 @@ def averages_(
         state["seen"] = (1 - new) * state.get("seen", 1.0) + new  # older states have none
     averages = [state["average"] for state in states]
     gradients = [cast(g, average.dtype) for g, average in zip(gradients, averages)]
-    torch._foreach_lerp_(averages, gradients, new)
-    found = torch._foreach_lerp(averages, gradients, new)
     wholes = [(1 - new) * state["seen"] + new for state in states]
-    few = [i for i, whole in enumerate(wholes) if whole <= NEARLY]
-    if few:
-        torch._foreach_div_([found[i] for i in few], [wholes[i] for i in few])
-    return [*found]
+    factors = [1 / whole if whole <= NEARLY else 1.0 for whole in wholes]
+    found = kernels.average_(averages, gradients, new, factors)
+    if found is None:
+        torch._foreach_lerp_(averages, gradients, new)
+        found = [*torch._foreach_lerp(averages, gradients, new)]
+        few = [i for i, factor in enumerate(factors) if factor != 1]
+        if few:
+            torch._foreach_mul_([found[i] for i in few], [factors[i] for i in few])
+    return found
 
 
 def propose(optimizer: Riemannian, gradient: Direction, measures: bool) -> dict[Tensor, Tensor]:
@@ -301,9 +305,7 @@ def descend_(optimizer: Riemannian, model: QuadraticModel, measures: bool) -> No
         named["own"] = {p: optimizer.criterion.along(p, -part * w) for p, w in known.items()}
         best["own"] = float(part > 0)
     for name, u in named.items() if any(best.values()) else ():
-        ws = [*u.values()]
-        torch._foreach_mul_(ws, best[name])
-        _follow_(optimizer, [*u], _moved_([*u], ws))
+        move_(optimizer, u, best[name])
     if measures:
         report.falls, report.extent = _slopes(optimizer, gradient), factor * report.damped
     report.alpha, report.other = (-best.get(name, 0.0) for name in ("new", "other"))
@@ -393,29 +395,6 @@ def _listen(optimizer: Riemannian, report: Report, gradient: Direction) -> None:
     ]
     report.echoes = echoes(report.echoes, slopes[:-1], falls)
     report.further = further(report.further, report.echoes, falls)
-
-
-def _moved_(parameters: Sequence[Tensor], ws: Sequence[Tensor]) -> list[Tensor]:
-    """Move parameters, and by how much they did: those of low precision round."""
-    befores = {p: p.detach().to(w.dtype) for p, w in zip(parameters, ws) if p.dtype != w.dtype}
-    torch._foreach_add_([*parameters], [cast(w, p.dtype) for p, w in zip(parameters, ws)])
-    return [
-        p.detach().to(w.dtype) - befores[p] if p in befores else w for p, w in zip(parameters, ws)
-    ]
-
-
-def _follow_(optimizer: Riemannian, parameters: Sequence[Tensor], moved: Sequence[Tensor]) -> None:
-    """What a move is added to: the way since the last measurement, and the place at rest."""
-    states = [optimizer.state[p] for p in parameters]
-    rest.displace_(optimizer, parameters, moved)
-    known = [(state["update"], u) for state, u in zip(states, moved) if "update" in state]
-    if known:
-        torch._foreach_add_([way for way, _ in known], [u for _, u in known])
-    fresh = [(state, u) for state, u in zip(states, moved) if "update" not in state]
-    parts = [u for _, u in fresh if u._base is not None]  # of a stack, which they would keep alive
-    copies = iter(torch._foreach_mul(parts, 1.0) if parts else ())
-    for state, u in fresh:
-        state["update"] = u if u._base is None else next(copies)
 
 
 def _measure(

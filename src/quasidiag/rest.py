@@ -36,19 +36,45 @@ def window(steps: int) -> float:
     return min(max(steps / PART, 1.0), MOST)
 
 
-def displace_(optimizer: Riemannian, parameters: Sequence[Tensor], moved: Sequence[Tensor]) -> None:
-    """A step moves parameters. One of low precision would not find its way back, and has no other place to be."""
+def keep(optimizer: Riemannian) -> float:
+    """What the next step leaves of :math:`e + δ`."""
     assert optimizer.auto is not None
-    keep = 1 - 1 / window(optimizer.auto.steps + 1)
-    still = {p for g in optimizer.param_groups if not float(g["lr"]) for p in g["params"]}
-    going = [(p, optimizer.state[p], u) for p, u in zip(parameters, moved) if p not in still]
-    apart = [(state["apart"], u) for _, state, u in going if "apart" in state]
-    if apart:
-        torch._foreach_add_([e for e, _ in apart], [u for _, u in apart])
-        torch._foreach_mul_([e for e, _ in apart], keep)
-    for p, state, u in going:
-        if "apart" not in state and optimizer.averaged and keep and p.dtype == u.dtype:
+    return 1 - 1 / window(optimizer.auto.steps + 1)
+
+
+def aparts(optimizer: Riemannian, parameters: Sequence[Tensor]) -> list[Tensor | None]:
+    """How far parameters that a step moves are from rest; ``None`` if they have no other place to be, or stay."""
+    still = _still(optimizer)
+    return [None if p in still else optimizer.state[p].get("apart") for p in parameters]
+
+
+def displace_(aparts: Sequence[Tensor | None], moved: Sequence[Tensor], keep: float) -> None:
+    """A step has moved parameters: :math:`e ← (1 - \\tfrac1w)(e + δ)`."""
+    going = [(e, u) for e, u in zip(aparts, moved) if e is not None]
+    if going:
+        torch._foreach_add_([e for e, _ in going], [u for _, u in going])
+        torch._foreach_mul_([e for e, _ in going], keep)
+
+
+def begin_(
+    optimizer: Riemannian, parameters: Sequence[Tensor], moved: Sequence[Tensor], keep: float
+) -> None:
+    """Parameters that a step has moved have another place to be from now on.
+
+    One of low precision would not find its way back, and has none.
+    """
+    if not (optimizer.averaged and keep):
+        return
+    still = _still(optimizer)
+    for p, u in zip(parameters, moved):
+        state = optimizer.state[p]
+        if "apart" not in state and p not in still and p.dtype == u.dtype:
             state["apart"], state["ahead"] = u * keep, True
+
+
+def _still(optimizer: Riemannian) -> set[Tensor]:
+    """What does not move, because its factor is zero."""
+    return {p for g in optimizer.param_groups if not float(g["lr"]) for p in g["params"]}
 
 
 def correct_(optimizer: Riemannian, p: Tensor, moved: Tensor) -> None:

@@ -49,8 +49,7 @@ def _written(done: bool, outputs: dict[str, Tensors | None]) -> bool:
     """Tell autograd what a kernel wrote, so that a stale graph is noticed as ever."""
     if done:
         for tensors in outputs.values():
-            for tensor in tensors or ():
-                increment_version(tensor)
+            increment_version(tensors or ())
     return done
 
 
@@ -145,6 +144,25 @@ def directions(
     return native.directions(wanted, whole, poles)
 
 
+def average_(
+    averages: Tensors, gradients: Tensors, by: float, factors: Sequence[float]
+) -> list[Tensor] | None:
+    """The kernel of :func:`quasidiag.auto.averages_`, or ``None`` where no kernel can."""
+    return native.average_(averages, gradients, by, factors)
+
+
+def move_(
+    thetas: Tensors,
+    ws: Tensors,
+    by: float,
+    aparts: Sequence[Tensor | None],
+    keep: float,
+    ways: Sequence[Tensor | None],
+) -> bool:
+    """That of :func:`quasidiag.moving.move_`: whether there was one."""
+    return _written(native.move_(thetas, ws, by, aparts, keep, ways), {"thetas": thetas})
+
+
 def finite(tensors: Sequence[Any]) -> bool | None:
     """Whether all numbers are finite, or ``None`` where no kernel can say (or it is not tensors)."""
     return native.finite(tensors)
@@ -156,10 +174,12 @@ __all__ = [
     "Wanted",
     "accumulate_",
     "advance_",
+    "average_",
     "diagonal",
     "directions",
     "finite",
     "lengths",
+    "move_",
     "quasi_diagonal",
     "root",
     "square",

@@ -23,6 +23,16 @@ room *borrow(size_t size) {
 
 void give_back(room *mine) { free(__atomic_exchange_n(&kept, mine, __ATOMIC_ACQ_REL)); }
 
+/* Of several arrays together. */
+static int64_t total(int64_t count, const int64_t *sizes) {
+    int64_t all = 0;
+    for (int64_t k = 0; k < count; k++) all += sizes[k];
+    return all;
+}
+
+/* So many numbers of an array at a time. */
+enum { CHUNK = 2048 };
+
 /* Algorithm 1 and what follows it, for every unit of a layer. Any of wi, buffers and thetas may be NULL. */
 void qd_quasi_diagonal(int64_t rows, int64_t n, const float *m00, const float *m0i, const float *mii,
                        const float *v0, const float *vi, const float *shift, int shifted,
@@ -48,10 +58,7 @@ void qd_quasi_diagonal(int64_t rows, int64_t n, const float *m00, const float *m
 /* The diagonal reduction of several arrays, and what follows it. w, buffers and thetas may be NULL. */
 void qd_diagonal(int64_t count, const int64_t *sizes, const float *const *ms, const float *const *vs,
                  float *const *ws, float *const *buffers, float *const *thetas, rule r, int threads) {
-    enum { CHUNK = 2048 };
-    int64_t all = 0;
-    for (int64_t k = 0; k < count; k++) all += sizes[k];
-#pragma omp parallel num_threads(worth(all, threads))
+#pragma omp parallel num_threads(worth(total(count, sizes), threads))
     {
         const unsigned before = flush_denormals();
         float scratch[CHUNK];
@@ -63,6 +70,51 @@ void qd_diagonal(int64_t count, const int64_t *sizes, const float *const *ms, co
                 float *out = ws ? ws[k] + start : scratch;
                 divide(size, m + start, v + start, out, r);
                 apply(size, out, buffers ? buffers[k] + start : NULL, thetas ? thetas[k] + start : NULL, r);
+            }
+        }
+        restore(before);
+    }
+}
+
+/* average <- average + by (gradient - average), and found <- the same once more, times a factor (auto.averages_). */
+void qd_average(int64_t count, const int64_t *sizes, float *const *averages, const float *const *gradients,
+                float *const *founds, const float *factors, float by, int threads) {
+#pragma omp parallel num_threads(worth(total(count, sizes), threads))
+    {
+        const unsigned before = flush_denormals();
+        for (int64_t k = 0; k < count; k++) {
+            const float *g = gradients[k], factor = factors[k];
+            float *average = averages[k], *found = founds[k];
+#pragma omp for simd schedule(static) nowait
+            for (int64_t i = 0; i < sizes[k]; i++) {
+                const float now = average[i] + by * (g[i] - average[i]);
+                average[i] = now;
+                found[i] = factor * (now + by * (g[i] - now));
+            }
+        }
+        restore(before);
+    }
+}
+
+/* w <- by w, and theta + w, keep (apart + w) and way + w, each unless it is NULL (auto.move_). */
+void qd_move(int64_t count, const int64_t *sizes, float *const *thetas, float *const *ws, float *const *aparts,
+             float *const *ways, float by, float keep, int threads) {
+#pragma omp parallel num_threads(worth(total(count, sizes), threads))
+    {
+        const unsigned before = flush_denormals();
+        for (int64_t k = 0; k < count; k++) {
+            float *theta = thetas[k], *w = ws[k], *apart = aparts[k], *way = ways[k];
+#pragma omp for schedule(static) nowait
+            for (int64_t start = 0; start < sizes[k]; start += CHUNK) {
+                const int64_t last = least(start + CHUNK, sizes[k]);
+#pragma omp simd
+                for (int64_t i = start; i < last; i++) theta[i] += w[i] *= by;
+                if (apart)
+#pragma omp simd
+                    for (int64_t i = start; i < last; i++) apart[i] = keep * (apart[i] + w[i]);
+                if (way)
+#pragma omp simd
+                    for (int64_t i = start; i < last; i++) way[i] += w[i];
             }
         }
         restore(before);
@@ -168,9 +220,7 @@ void qd_centre(int64_t rows, int64_t n, const float *a, const float *shift, floa
 int qd_finite(int64_t count, const int64_t *sizes, const float *const *arrays, const float *scales,
               int threads) {
     float sum = 0;
-    int64_t all = 0;
-    for (int64_t k = 0; k < count; k++) all += sizes[k];
-#pragma omp parallel reduction(+ : sum) num_threads(worth(all, threads))
+#pragma omp parallel reduction(+ : sum) num_threads(worth(total(count, sizes), threads))
     for (int64_t k = 0; k < count; k++) {
         const float *x = arrays[k], scale = scales[k];
         const int64_t first = sizes[k] * thread() / team(), last = sizes[k] * (thread() + 1) / team();

@@ -61,6 +61,8 @@ class _Alike(ctypes.Structure):
 _SIGNATURES: dict[str, list[Any]] = {
     "qd_quasi_diagonal": [_SIZE, _SIZE, *[_POINTER] * 6, _FLAG, *[_POINTER] * 6, _Rule],
     "qd_diagonal": [_SIZE, *[_POINTER] * 6, _Rule],
+    "qd_average": [_SIZE, *[_POINTER] * 5, _FLOAT],
+    "qd_move": [_SIZE, *[_POINTER] * 5, _FLOAT, _FLOAT],
     "qd_square": [_SIZE, _POINTER, _FLOAT, _FLOAT, _FLAG, _POINTER],
     "qd_weaken": [_SIZE, _POINTER, _FLOAT, _POINTER],
     "qd_centre": [_SIZE, _SIZE, *[_POINTER] * 4],
@@ -205,6 +207,34 @@ def diagonal(
     return True
 
 
+def average_(
+    averages: Sequence[Tensor], gradients: Sequence[Tensor], by: float, factors: Sequence[float]
+) -> list[Tensor] | None:
+    """``average ← average + by·(gradient - average)``; and that once more, times the factors."""
+    if not dense(*averages, *gradients):
+        return None
+    found = [torch.empty_like(average) for average in averages]
+    sizes, lists = [g.numel() for g in gradients], map(_pointers, (averages, gradients, found))
+    _call("qd_average", len(sizes), _sizes(sizes), *lists, _numbers(factors), by)
+    return found
+
+
+def move_(
+    thetas: Sequence[Tensor],
+    ws: Sequence[Tensor],
+    by: float,
+    aparts: Sequence[Tensor | None],
+    keep: float,
+    ways: Sequence[Tensor | None],
+) -> bool:
+    """``w ← by·w``, ``θ ← θ + w``, ``apart ← keep·(apart + w)`` and ``way ← way + w``."""
+    if not dense(*thetas, *ws, *aparts, *ways):
+        return False
+    sizes, lists = [w.numel() for w in ws], map(_pointers, (thetas, ws, aparts, ways))
+    _call("qd_move", len(sizes), _sizes(sizes), *lists, by, keep)
+    return True
+
+
 def square(delta: Tensor, scale: float | Tensor = 1.0, onto: Tensor | None = None) -> Tensor | None:
     """``(scale·delta)²`` as ``moments.square`` has it, or added to what is there already."""
     if not usable(delta.numel(), delta, onto):
@@ -316,8 +346,8 @@ def finite(numbers: Sequence[Any]) -> bool | None:
     sizes = [t.numel() for t in tensors if isinstance(t, Tensor)]
     if not usable(sum(sizes), *tensors):
         return None
-    factors = (ctypes.c_float * len(scales))(*scales)
-    return bool(_call("qd_finite", len(sizes), _sizes(sizes), _pointers(tensors), factors))
+    arrays = _pointers(tensors), _numbers(scales)
+    return bool(_call("qd_finite", len(sizes), _sizes(sizes), *arrays))
 
 
 def centre(a: Tensor, shift: Tensor | None) -> tuple[Tensor, Tensor] | None:
@@ -334,13 +364,18 @@ def _pointer(tensor: Tensor | None) -> int | None:
     return None if tensor is None else tensor.data_ptr()
 
 
-def _pointers(tensors: Sequence[Tensor]) -> ctypes.Array[ctypes.c_void_p]:
-    return (ctypes.c_void_p * len(tensors))(*(t.data_ptr() for t in tensors))
+def _pointers(tensors: Sequence[Tensor | None]) -> ctypes.Array[ctypes.c_void_p]:
+    return (ctypes.c_void_p * len(tensors))(*map(_pointer, tensors))
+
+
+def _numbers(numbers: Sequence[float]) -> ctypes.Array[ctypes.c_float]:
+    return (ctypes.c_float * len(numbers))(*numbers)
 
 
 @functools.lru_cache(8)
 def _floats(numbers: tuple[float, ...]) -> ctypes.Array[ctypes.c_float]:
-    return (ctypes.c_float * len(numbers))(*numbers)
+    """Constants, which stay where they are."""
+    return _numbers(numbers)
 
 
 def _sizes(sizes: Sequence[int]) -> ctypes.Array[ctypes.c_int64]:

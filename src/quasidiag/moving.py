@@ -1,0 +1,49 @@
+r"""A step is taken: :math:`θ ← θ + δ`, and what follows parameters follows them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from quasidiag import kernels, rest
+from quasidiag.moments import cast
+
+if TYPE_CHECKING:
+    from quasidiag.optimizer import Riemannian
+
+
+def move_(optimizer: Riemannian, direction: dict[Tensor, Tensor], by: float) -> None:
+    """Move parameters by so many times their direction, which becomes that move.
+
+    It is added to the way since the last measurement, and to how far each is from its place at rest.
+    """
+    parameters, ws = [*direction], [*direction.values()]
+    states = [optimizer.state[p] for p in parameters]
+    aparts, keep = rest.aparts(optimizer, parameters), rest.keep(optimizer)
+    ways = [state.get("update") for state in states]
+    moved = ws
+    if not kernels.move_(parameters, ws, by, aparts, keep, ways):
+        torch._foreach_mul_(ws, by)
+        moved = _moved_(parameters, ws)
+        rest.displace_(aparts, moved, keep)
+        known = [(way, u) for way, u in zip(ways, moved) if way is not None]
+        if known:
+            torch._foreach_add_([way for way, _ in known], [u for _, u in known])
+    rest.begin_(optimizer, parameters, moved, keep)
+    fresh = [(state, u) for state, u in zip(states, moved) if "update" not in state]
+    parts = [u for _, u in fresh if u._base is not None]  # of a stack, which they would keep alive
+    copies = iter(torch._foreach_mul(parts, 1.0) if parts else ())
+    for state, u in fresh:
+        state["update"] = u if u._base is None else next(copies)
+
+
+def _moved_(parameters: Sequence[Tensor], ws: Sequence[Tensor]) -> list[Tensor]:
+    """Move parameters, and by how much they did: those of low precision round."""
+    befores = {p: p.detach().to(w.dtype) for p, w in zip(parameters, ws) if p.dtype != w.dtype}
+    torch._foreach_add_([*parameters], [cast(w, p.dtype) for p, w in zip(parameters, ws)])
+    return [
+        p.detach().to(w.dtype) - befores[p] if p in befores else w for p, w in zip(parameters, ws)
+    ]

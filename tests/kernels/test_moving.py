@@ -1,0 +1,102 @@
+"""Averaged gradients and moves, compiled, against the plain code in float64."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import quasidiag as qd
+from quasidiag import auto, moving, rest
+from quasidiag.kernels import native
+
+pytestmark = pytest.mark.skipif(native.library() is None, reason="no C compiler")
+
+SIZES = [(3,), (90, 261), (1, 1), (0, 5), (70, 300)]
+
+
+def some(seed: int, sizes: list[tuple[int, ...]] = SIZES) -> list[Tensor]:
+    g = torch.Generator().manual_seed(seed)
+    return [torch.randn(size, generator=g) for size in sizes]
+
+
+@pytest.mark.parametrize("steps", [1, 3, 400])
+def test_averages(steps: int) -> None:
+    """The first are divided by the weights that there are."""
+    states: list[dict[str, Any]] = [{} for _ in SIZES]
+    exact: list[dict[str, Any]] = [{} for _ in SIZES]
+    for step in range(steps):
+        given = some(step)
+        got = auto.averages_(states, given, 0.1)
+        want = auto.averages_(exact, [g.double() for g in given], 0.1)
+    for mine, theirs, x, y in zip(states, exact, got, want, strict=True):
+        torch.testing.assert_close(mine["average"].double(), theirs["average"], rtol=0, atol=1e-6)
+        torch.testing.assert_close(x.double(), y, rtol=0, atol=1e-5)
+
+
+def taken(dtype: torch.dtype, averaged: bool = True) -> list[list[Tensor]]:
+    """Where parameters are after moves of which some have nothing that follows them, and what follows the others."""
+    model = nn.ParameterList([nn.Parameter(p.to(dtype)) for p in some(0) if p.numel()])
+    still = nn.Parameter(torch.zeros(2, dtype=dtype))
+    groups = [{"params": [*model]}, {"params": [still], "lr": 0.0}]
+    model.append(still)
+    with pytest.warns(UserWarning, match="AdaGrad"):
+        optimizer = qd.Riemannian(model, qd.Gaussian(), params=groups, averaged=averaged)
+    assert optimizer.auto is not None
+    with torch.no_grad():
+        for step in range(1, 5):
+            optimizer.auto.steps = 20 * step
+            ws = some(step, [tuple(p.shape) for p in model])
+            moved = dict(zip(model, [w.to(dtype) for w in ws]))
+            if step == 1:
+                moved.pop(model[1])
+            if step == 3:
+                optimizer.state[model[0]].pop("update")
+            moving.move_(optimizer, moved, -0.3)
+    states = [optimizer.state[p] for p in model]
+    assert "apart" not in states[-1] and ("apart" in states[0]) == averaged
+    follow = [[s[key] for s in states if key in s] for key in ("apart", "update")]
+    return [[p.detach() for p in model], *follow]
+
+
+@pytest.mark.parametrize("averaged", [True, False])
+def test_moves(averaged: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    calls: list[str] = []
+    real = native._call
+
+    def counted(name: str, *arguments: object) -> int:
+        calls.append(name)
+        return real(name, *arguments)
+
+    monkeypatch.setattr(native, "_call", counted)
+    got = taken(torch.float32, averaged)
+    assert calls.count("qd_move") == 4
+    for found, exact in zip(got, taken(torch.float64, averaged), strict=True):
+        for x, y in zip(found, exact, strict=True):
+            torch.testing.assert_close(x.double(), y, rtol=1e-5, atol=1e-6)
+
+
+def test_a_graph_that_a_move_made_stale_is_noticed() -> None:
+    """A kernel writes past autograd, which must know of it all the same."""
+    model = nn.Linear(70, 80)
+    optimizer = qd.Riemannian(model, qd.Gaussian())
+    y = model(torch.randn(3, 70, requires_grad=True)).square().sum()
+    with torch.no_grad():
+        move = {model.weight: torch.ones_like(model.weight)}
+        moving.move_(optimizer, move, 0.1)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        y.backward()
+
+
+def test_what_is_kept_of_a_move_is_not_part_of_a_stack() -> None:
+    """Or all of the stack would stay in memory."""
+    model = nn.Linear(70, 80)
+    optimizer = qd.Riemannian(model, qd.Gaussian())
+    stack = torch.ones(2, 80, 70)
+    with torch.no_grad():
+        moving.move_(optimizer, {model.weight: stack[1]}, 0.1)
+    state = optimizer.state[model.weight]
+    assert state["update"]._base is None and rest.keep(optimizer) == 0
+    torch.testing.assert_close(state["update"], torch.full((80, 70), 0.1))
