@@ -63,8 +63,7 @@ def newton_schulz(matrices: Tensor) -> Tensor:
     Singular values of more than 0.0051 :math:`‖U‖_8` come within 9 % of one. On a GPU in bfloat16, which is exact enough
     for a direction, with zeros around: tensor cores multiply by eights.
     """
-    half = matrices.is_cuda and matrices.dtype == torch.float32
-    x, tall = _prepared(_by_eights(matrices.bfloat16()) if half else matrices)
+    x, tall = _prepared(_by_eights(matrices.bfloat16()) if _on_tensor_cores(matrices) else matrices)
     margin = MARGIN if x.dtype == torch.bfloat16 else 1.0
     gram = x @ x.mT
     x = (x / _bound(gram @ gram).sqrt()).to(x.dtype)
@@ -82,7 +81,7 @@ def by_poles(matrices: Tensor) -> Tensor:
     .. math:: \Bigl(r + \sum_j r_j (G + s_j)^{-1}\Bigr) X, \qquad G = X X^⊤, \quad X = U/‖U‖_4 .
 
     Singular values of more than 0.002 :math:`‖U‖_4` come within 5 % of one. A fifth of the multiplications that
-    :func:`newton_schulz` takes of a square matrix, but inverses are not for a GPU.
+    :func:`newton_schulz` takes of a square matrix, but inverses are not for tensor cores.
     """
     x, tall = _prepared(matrices)
     gram = x @ x.mT
@@ -211,7 +210,11 @@ def _rooms(kinds: tuple[Kind, ...]) -> list[list[int]]:
 
 
 def _polar(matrices: Tensor) -> Tensor:
-    return newton_schulz(matrices) if matrices.is_cuda else by_poles(matrices)
+    return newton_schulz(matrices) if _on_tensor_cores(matrices) else by_poles(matrices)
+
+
+def _on_tensor_cores(matrices: Tensor) -> bool:
+    return matrices.is_cuda and matrices.dtype == torch.float32
 
 
 def _length(units: int, inputs: int) -> float:
