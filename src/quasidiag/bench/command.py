@@ -71,7 +71,7 @@ def add_parser(subparsers: Any) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Measure (or read), print, write."""
+    """Measure (or read), write, print."""
     found, missing = peers.installed() if arguments.peers else ({}, {})
     results = _read(arguments.source) if arguments.source else {"preset": arguments.preset}
     if arguments.into:
@@ -96,7 +96,6 @@ def run(arguments: argparse.Namespace) -> int:
             results["amortised"] = losses.run(
                 preset.device, arguments.data_dir, arguments.losses, _say
             )
-    print(show.tables(results))
     if arguments.json:
         arguments.json.write_text(json.dumps(results, indent=1) + "\n")
     if arguments.into:
@@ -104,6 +103,7 @@ def run(arguments: argparse.Namespace) -> int:
         arguments.into.write_text(page, encoding="utf-8")
     if arguments.plot:
         show.plot(results, arguments.plot)
+    print(show.tables(results))  # at the end: whoever reads may stop listening
     return 0
 
 
