@@ -160,11 +160,16 @@ def auto(model: nn.Module, criterion: object, capturable: bool) -> None:
 
 def auto_group(group: dict[str, Any]) -> None:
     """A param group has nothing that ``step="auto"`` would not follow."""
-    for name in ("momentum", "weight_decay", "maximize"):
+    instead = {
+        "momentum": "leave it out (a scheduler that cycles momentum takes cycle_momentum=False)",
+        "weight_decay": "add a penalty to the loss, such as 1e-4 times the sum of the squared weights",
+        "maximize": "leave it out",
+    }
+    for name, advice in instead.items():
         if group[name]:
             raise ValueError(
                 f"step='auto' averages gradients, takes its length from the quadratic model of the loss, and has no {name} "
-                "of its own: leave it out (a scheduler that cycles momentum takes cycle_momentum=False), or give an lr"
+                f"of its own: {advice}, or give an lr"
             )
 
 

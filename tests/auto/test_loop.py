@@ -418,10 +418,13 @@ def test_close_leaves_no_hook() -> None:
 # ------------------------------------------------ What cannot be had
 
 
-@pytest.mark.parametrize("name", ["momentum", "weight_decay", "maximize"])
-def test_what_the_model_decides_is_refused(name: str) -> None:
+@pytest.mark.parametrize(
+    ("name", "instead"),
+    [("momentum", "cycle_momentum=False"), ("weight_decay", "penalty"), ("maximize", "leave it")],
+)
+def test_what_the_model_decides_is_refused(name: str, instead: str) -> None:
     model, loss, *_ = problem()
-    with pytest.raises(ValueError, match=f"no {name} of its own"):
+    with pytest.raises(ValueError, match=f"no {name} of its own: .*{instead}"):
         qd.Riemannian(model, loss, **{name: 1})
     with pytest.raises(ValueError, match=f"no {name} of its own"):
         qd.Riemannian(model, loss, params=[{"params": model.parameters(), name: 1}])
