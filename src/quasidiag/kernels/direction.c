@@ -186,22 +186,26 @@ static void invert(const problem *m) {
     }
 }
 
-/* What X is to be multiplied by, whole, into the place of G. */
+/* What X is to be multiplied by, whole, into the place of G: by squares, each of which is written twice. */
 static void combine(const problem *m, const rational *r) {
+    const int64_t stride = m->stride, squares = parts(m->side, LINE);
 #pragma omp for schedule(static)
-    for (int64_t which = 0; which < m->count; which++) {
-        float *to = m->gram + which * m->size;
+    for (int64_t at = 0; at < m->count * squares; at++) {
+        const int64_t which = at / squares, top = at % squares * LINE, bottom = least(top + LINE, m->side);
         const float *from = m->shifted + which * m->poles * m->size;
-        for (int64_t i = 0; i < m->side; i++) {
-            for (int64_t j = i; j < m->side; j++) {
-                float sum = 0;
+        float *to = m->gram + which * m->size;
+        for (int64_t left = top; left < m->side; left += LINE)
+            for (int64_t i = top; i < bottom; i++) {
+                float sum[LINE] = {0};
                 for (int64_t pole = 0; pole < m->poles; pole++)
-                    sum += r->parts[pole] * from[pole * m->size + i * m->stride + j];
-                to[i * m->stride + j] = sum;
+                    for (int64_t j = 0; j < LINE; j++)
+                        sum[j] += r->parts[pole] * from[pole * m->size + i * stride + left + j];
+                if (left == top) sum[i - top] += r->whole;
+                for (int64_t j = left == top ? i - top : 0; j < LINE; j++) {
+                    to[i * stride + left + j] = sum[j];
+                    if (left + j < m->side) to[(left + j) * stride + i] = sum[j];
+                }
             }
-            to[i * m->stride + i] += r->whole;
-            for (int64_t j = 0; j < i; j++) to[i * m->stride + j] = to[j * m->stride + i];
-        }
     }
 }
 
