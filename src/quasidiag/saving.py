@@ -83,6 +83,7 @@ class Saved(Optimizer):
         self._count(state_dict.get("steps", self.param_groups[0].get("steps", 0)))
         self._group = {p: group for group in self.param_groups for p in group["params"]}
         self._complete()
+        rest.loaded_(self.state.values())
         self._restart()
         if state_dict.get("generator") is not None:
             self._collector.set_generator(state_dict["generator"], parameters[0].device)
@@ -111,6 +112,7 @@ class Saved(Optimizer):
             for name, value in self.defaults.items():
                 group.setdefault(name, value)
         if "model" in state:  # torch's load_state_dict comes by here as well
+            rest.loaded_(self.state.values())
             self._attach()
             if place is not None:
                 self._collector.set_generator(*place)

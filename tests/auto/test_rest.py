@@ -343,3 +343,32 @@ def test_a_closed_optimizer_leaves_the_model_at_rest() -> None:
         model(x)
         assert not all(map(torch.equal, rest, model.parameters()))
     torch.testing.assert_close([p.detach() for p in model.parameters()], rest)
+
+
+@pytest.mark.parametrize("how", ["state_dict", "pickle"])
+def test_what_is_loaded_on_another_processor_goes_on_where_it_was(how: str) -> None:
+    """Which sums up norms in another order, and finds them a little longer or shorter; here, they are said to be."""
+    rule = late()
+    for state in rule.state.values():
+        if "norm" in state:
+            state["norm"] = torch.nextafter(state["norm"], torch.zeros_like(state["norm"]))
+    if how == "state_dict":
+        other = rule_of(copy.deepcopy(rule.model))
+        other.load_state_dict(rule.state_dict())
+    else:
+        other = copy.deepcopy(rule)
+    before = now(other)
+    assert apart(before, backward(other, 0)) > 1e-3  # ahead of where it rested
+    assert (
+        apart(now(rule), backward(rule, 0)) == 0
+    )  # nobody but a hand on them can have changed these
+
+
+def test_what_changed_after_it_was_loaded_stays_where_it_was_put() -> None:
+    rule = late()
+    other = rule_of(copy.deepcopy(rule.model))
+    other.load_state_dict(rule.state_dict())
+    with torch.no_grad():
+        for p in other.model.parameters():
+            p.mul_(1.001)
+    assert apart(now(other), backward(other, 0)) == 0
