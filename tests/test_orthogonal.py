@@ -80,6 +80,24 @@ def test_iterations_in_bfloat16_keep_to_their_intervals(shape: tuple[int, int]) 
         assert found.max() < 1.1 and found.median() > 0.9
 
 
+@pytest.mark.parametrize(
+    ("device", "dtype", "expected"),
+    [
+        ("cpu", torch.float32, "by_poles"),
+        ("meta", torch.float32, "newton_schulz"),
+        ("meta", torch.float64, "by_poles"),
+    ],
+)
+def test_other_devices_need_nothing_but_products(
+    device: str, dtype: torch.dtype, expected: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    called: list[str] = []
+    for name in ("by_poles", "newton_schulz"):
+        monkeypatch.setattr(orthogonal, name, lambda x, name=name: called.append(name) or x)
+    orthogonal.factor(torch.zeros(1, 3, 4, device=device, dtype=dtype))
+    assert called == [expected]
+
+
 @pytest.mark.parametrize("polar", [newton_schulz, by_poles])
 def test_rotations_do_not_matter(polar: Polar) -> None:
     x, turn = matrix(1, 5, 7), torch.linalg.qr(matrix(7, 7))[0]

@@ -60,10 +60,11 @@ def newton_schulz(matrices: Tensor) -> Tensor:
 
     .. math:: X ← aX + (b X X^⊤ + c (X X^⊤)^2) X, \qquad X_0 = U/‖U‖_8.
 
-    Singular values of more than 0.0051 :math:`‖U‖_8` come within 9 % of one. On a GPU in bfloat16, which is exact enough
-    for a direction, with zeros around: tensor cores multiply by eights.
+    Singular values of more than 0.0051 :math:`‖U‖_8` come within 9 % of one. On a CUDA device in bfloat16, which is exact
+    enough for a direction, with zeros around: tensor cores multiply by eights.
     """
-    x, tall = _prepared(_by_eights(matrices.bfloat16()) if _on_tensor_cores(matrices) else matrices)
+    half = matrices.is_cuda and matrices.dtype == torch.float32
+    x, tall = _prepared(_by_eights(matrices.bfloat16()) if half else matrices)
     margin = MARGIN if x.dtype == torch.bfloat16 else 1.0
     gram = x @ x.mT
     x = (x / _bound(gram @ gram).sqrt()).to(x.dtype)
@@ -81,7 +82,7 @@ def by_poles(matrices: Tensor) -> Tensor:
     .. math:: \Bigl(r + \sum_j r_j (G + s_j)^{-1}\Bigr) X, \qquad G = X X^⊤, \quad X = U/‖U‖_4 .
 
     Singular values of more than 0.002 :math:`‖U‖_4` come within 5 % of one. A fifth of the multiplications that
-    :func:`newton_schulz` takes of a square matrix, but inverses are not for tensor cores.
+    :func:`newton_schulz` takes of a square matrix, but inverses are nothing for a GPU.
     """
     x, tall = _prepared(matrices)
     gram = x @ x.mT
@@ -210,11 +211,9 @@ def _rooms(kinds: tuple[Kind, ...]) -> list[list[int]]:
 
 
 def _polar(matrices: Tensor) -> Tensor:
-    return newton_schulz(matrices) if _on_tensor_cores(matrices) else by_poles(matrices)
-
-
-def _on_tensor_cores(matrices: Tensor) -> bool:
-    return matrices.is_cuda and matrices.dtype == torch.float32
+    """By inverses, where these are quick or exactness counts; products are what every device has."""
+    inverted = matrices.is_cpu or matrices.dtype == torch.float64
+    return by_poles(matrices) if inverted else newton_schulz(matrices)
 
 
 def _length(units: int, inputs: int) -> float:
