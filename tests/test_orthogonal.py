@@ -42,7 +42,7 @@ def factor(u: Tensor) -> Tensor:
 
 
 @pytest.mark.parametrize("shape", [*SHAPES, (40, 90)])
-@pytest.mark.parametrize(("polar", "error"), [(newton_schulz, 0.09), (by_poles, 0.043)])
+@pytest.mark.parametrize(("polar", "error"), [(newton_schulz, 0.09), (by_poles, 0.12)])
 def test_singular_values_come_near_one_and_directions_stay(
     shape: tuple[int, int], polar: Polar, error: float
 ) -> None:
@@ -69,7 +69,37 @@ def test_singular_values_of_rounding_do_no_harm() -> None:
     """In float32 the Gram matrix has eigenvalues slightly below zero."""
     x = (matrix(60, 3) @ matrix(3, 80)).float().unsqueeze(0)
     found = torch.linalg.svdvals(by_poles(x))[0]
-    assert found[:3].min() > 0.95 and found.max() < 1.05 and found[3:].max() < 1e-2
+    assert found[:3].min() > 0.88 and found.max() < 1.12 and found[3:].max() < 1e-2
+
+
+@pytest.mark.parametrize("columns", [4_000, 60_000])
+@pytest.mark.parametrize("kinds", [1, 5])
+def test_many_columns_that_are_alike(columns: int, kinds: int) -> None:
+    """Rounding then adds up, and may leave a Gram matrix with eigenvalues well below zero."""
+    few = matrix(8, kinds).sign().float()
+    x = few.repeat(1, columns // kinds).unsqueeze(0)
+    found = torch.linalg.svdvals(by_poles(x))[0]
+    rank = int(torch.linalg.matrix_rank(few))
+    assert found[:rank].min() > 0.5 and found.max() < 1.12 and found[rank:].max() < 1e-2
+
+
+def test_a_matrix_that_is_not_finite_spoils_no_other() -> None:
+    x = torch.stack([matrix(4, 9), matrix(4, 9)])
+    x[0, 1, 2] = math.nan
+    found = by_poles(x)
+    torch.testing.assert_close(found[1], by_poles(x[1:])[0])
+    assert not found[0].isfinite().all()
+
+
+def test_inverses_that_rounding_has_spoilt_count_for_nothing(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A shift that is too small for it leaves a matrix that is not positive; here, by far."""
+    x = matrix(1, 20, 30)
+    monkeypatch.setattr(orthogonal, "POLES", [POLES[1]])
+    expected = by_poles(x)
+    monkeypatch.setattr(orthogonal, "POLES", [(POLES[0][0], -0.1), POLES[1]])
+    torch.testing.assert_close(by_poles(x), expected)
 
 
 @pytest.mark.parametrize("shape", [(256, 256), (128, 400), (60, 50), (64, 64)])
@@ -121,22 +151,22 @@ def test_each_quintic_is_the_best_for_what_the_last_one_left() -> None:
 
 
 def test_the_rational_function_is_the_best_with_as_many_poles() -> None:
-    """With three of them, the best one for one has its largest error at both ends and at six places between, to and fro."""
-    x = torch.logspace(math.log10(0.002), 0, 100_001, dtype=torch.float64)
+    """With two of them, the best one for one has its largest error at both ends and at four places between, to and fro."""
+    x = torch.logspace(math.log10(0.004), 0, 100_001, dtype=torch.float64)
     error = x * (ENTIRE + sum(r / (x * x + s) for r, s in POLES)) - 1
     inner = error[1:-1]
     turns = (inner - error[:-2]) * (error[2:] - inner) < 0
     extremes = torch.cat([error[:1], inner[turns], error[-1:]])
     assert len(extremes) == 2 * len(POLES) + 2
     worst = extremes.abs().max()
-    assert worst < 0.043
+    assert worst < 0.12
     signs = torch.tensor([-1.0, 1.0], dtype=torch.float64).repeat(len(POLES) + 1)
     torch.testing.assert_close(extremes, worst * signs, rtol=1e-5, atol=1e-6)
 
 
 @pytest.mark.parametrize(
     ("polar", "least", "norm", "error"),
-    [(newton_schulz, 0.0051, 8, 0.09), (by_poles, 0.002, 4, 0.043)],
+    [(newton_schulz, 0.0051, 8, 0.09), (by_poles, 0.004, 4, 0.12)],
 )
 def test_singular_values_as_far_as_promised(
     polar: Polar, least: float, norm: int, error: float
@@ -168,7 +198,7 @@ def test_a_wide_layer_is_made_orthogonal_by_groups(
     else:
         expected = expected / expected.norm(dim=1, keepdim=True)
     torch.testing.assert_close(factor(u), expected)
-    assert float(factor(u).square().sum()) == pytest.approx(units, rel=0.1)
+    assert float(factor(u).square().sum()) == pytest.approx(units, rel=0.25)
 
 
 def test_no_gradient_no_direction() -> None:

@@ -294,7 +294,7 @@ def test_a_layer_goes_as_far_as_they_say() -> None:
         (stack,) = optimizer._stacks.of([block], optimizer.state)
         lengths = float(stack.forms(optimizer.state, [[step]]))
         found.append(math.sqrt(lengths / min(rows[0], rows[1] + 1)) / report.alpha)
-    # Singular values are one but for the iterations' error, and a tall layer's columns are longer than one.
+    # Singular values are about one, and a tall layer's columns are longer than one.
     scale = [math.sqrt(max(1.0, len(b.parameters[0]) / 6)) for b in blocks]
     assert found == pytest.approx([p * s for p, s in zip(report.proportions, scale)], rel=0.15)
 

@@ -304,8 +304,9 @@ def descend_(optimizer: Riemannian, model: QuadraticModel, measures: bool) -> No
         assert optimizer.criterion is not None
         named["own"] = {p: optimizer.criterion.along(p, -part * w) for p, w in known.items()}
         best["own"] = float(part > 0)
-    for name, u in named.items() if any(best.values()) else ():
-        move_(optimizer, u, best[name])
+    for name, u in named.items():
+        if best[name]:  # one that does not move may not be finite
+            move_(optimizer, u, best[name])
     if measures:
         report.falls, report.extent = _slopes(optimizer, gradient), factor * report.damped
     report.alpha, report.other = (-best.get(name, 0.0) for name in ("new", "other"))

@@ -10,6 +10,7 @@ judged on the next minibatch, which they have not seen, and those that did great
 from __future__ import annotations
 
 import math
+import warnings
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -106,6 +107,13 @@ class QuadraticModel:
         numbers = mean(torch.cat([linear, slopes, above, forms.flatten()]), ranks)
         linear, slopes, room = numbers[:k], numbers[k : 2 * k], float(numbers[2 * k])
         fisher, metric = numbers[2 * k + 1 :].view(2, k, k)
+        if not (linear.isfinite().all() and metric.isfinite().all()):
+            warnings.warn(
+                "no layer moves in this step: a direction is not finite, or not in the metric. Are inputs or targets "
+                "extremely large or small?",
+                RuntimeWarning,
+                stacklevel=2,
+            )
         fisher = self._averaged(names, fisher, metric.diagonal())
         part = self._possible(linear, slopes, fisher, room)
         factors = torch.tensor([factor * largest[name] for name in names], dtype=torch.float64)

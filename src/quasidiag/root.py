@@ -98,5 +98,5 @@ def _inverse(x: Tensor) -> Tensor:
 
 
 def _rows_dot(x: Tensor, y: Tensor) -> Tensor:
-    rows = [t.reshape(-1, t.shape[-1]) for t in (x, y)]
+    rows = [t.flatten(0, -2) for t in (x, y)]
     return torch.bmm(rows[0].unsqueeze(1), rows[1].unsqueeze(2)).view(x.shape[:-1])

@@ -27,7 +27,8 @@ class Witness:
 
     def see(self, parameters: Iterable[Tensor]) -> None:
         """A backward pass is over."""
-        have = sorted((p for p in parameters if p.grad is not None), key=Tensor.numel)
+        dense = (p for p in parameters if p.grad is not None and not p.grad.is_sparse)
+        have = sorted((p for p in dense if p.numel()), key=Tensor.numel)
         self._seen, self._shrunk = [], None
         if any(not p.is_cpu for p in have):  # to look for zeros would be to wait
             self._seen = [*zip(have, _sizes(have))]

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 import quasidiag as qd
 from nets import batch, mlp
+from quasidiag import auto
 from quasidiag.replay import Replay
 
 
@@ -153,3 +154,45 @@ def test_a_pass_through_a_frozen_model_is_none() -> None:
     loss(model(x), t).backward()
     optimizer.step()
     assert optimizer.auto is not None and optimizer.auto.samples == 24
+
+
+def test_sparse_gradients() -> None:
+    """As with an ``lr``: nobody stumbles over them before."""
+    model = nn.Sequential(nn.Embedding(10, 4, sparse=True), nn.Flatten(), nn.Linear(12, 2))
+    loss = qd.Categorical()
+    optimizer = qd.Riemannian(model, loss)
+    loss(model(torch.randint(0, 10, (5, 3))), torch.zeros(5, dtype=torch.long)).backward()
+    with pytest.raises(TypeError, match=r"0\.weight has a sparse gradient"):
+        optimizer.step()
+
+
+def test_a_layer_without_inputs() -> None:
+    """Its weight has no numbers, and is no sample of anything."""
+    model = nn.Sequential(nn.Linear(4, 0), nn.Linear(0, 5))
+    loss = qd.Categorical()
+    optimizer = qd.Riemannian(model, loss)
+    x, t = torch.randn(8, 4), torch.randint(5, (8,))
+    for _ in range(3):
+        optimizer.zero_grad()
+        loss(model(x), t).backward()
+        optimizer.step()
+    assert model[1].bias.detach().abs().max() > 0
+
+
+def test_a_direction_that_is_not_finite_moves_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The criterion's own parameters go on by themselves; a product of zero with what is not finite would be not finite."""
+    model, loss = nn.Linear(4, 2), qd.LearnedGaussian(2)
+    optimizer = qd.Riemannian(model, loss)
+    before = [p.detach().clone() for p in model.parameters()]
+
+    def lost(
+        optimizer: Any, gradient: dict[Tensor, Tensor], measures: bool
+    ) -> dict[Tensor, Tensor]:
+        return {p: torch.full_like(p, torch.nan) for p in model.parameters()}
+
+    monkeypatch.setattr(auto, "propose", lost)
+    loss(model(torch.randn(8, 4)), torch.randn(8, 2)).backward()
+    with pytest.warns(RuntimeWarning, match="no layer moves in this step"):
+        optimizer.step()
+    assert all(torch.equal(p, q) for p, q in zip(model.parameters(), before, strict=True))
+    assert loss.log_std.isfinite().all() and loss.log_std.detach().abs().max() > 0

@@ -94,6 +94,32 @@ def test_directions_are_as_exact_as_the_plain_ones(rank: int) -> None:
 
 
 @vectors
+@pytest.mark.parametrize("columns", [2_000, 4_000, 16_000, 100_000])
+@pytest.mark.parametrize("rows", [16, 32, 100])
+@pytest.mark.parametrize("kinds", [1, 5])
+def test_many_columns_that_are_alike(columns: int, rows: int, kinds: int) -> None:
+    """As in flat regions of images: rounding then adds up, and the Gram matrix may not be positive any more."""
+    few = torch.randn(1, rows, kinds, generator=torch.Generator().manual_seed(0)).sign()
+    v = [few.repeat(1, 1, columns // kinds)]
+    root = Root(None, None, torch.ones_like(v[0]))
+    got, (want,) = at_once(root, v), exactly(v, root)
+    assert got is not None
+    assert (got[0] - want).norm() < 0.01 * want.norm()
+
+
+@vectors
+def test_inverses_that_rounding_has_spoilt_count_for_nothing() -> None:
+    v = gradient((2, 30, 50), "no bias")
+    v[0][1, 0] = torch.nan  # which stays where it is
+    wanted = [Wanted(v, Root(None, None, torch.ones_like(v[0])), 1, 0.0, 1.0)]
+    (got,) = native.directions(wanted, ENTIRE, [(POLES[0][0], -0.1), POLES[1]])
+    (want,) = native.directions(wanted, ENTIRE, [POLES[1]])
+    assert got is not None and want is not None
+    torch.testing.assert_close(got[0][0], want[0][0])
+    assert got[0][1].isnan().any()
+
+
+@vectors
 def test_directions_of_nothing_or_next_to_nothing_are_declined() -> None:
     for shape in [(1, 0, 5), (1, 5, 0), (1, 2, native.LONG + 1)]:
         root = Root(None, None, torch.ones(shape))

@@ -22,8 +22,22 @@ def some(seed: int, sizes: list[tuple[int, ...]] = SIZES) -> list[Tensor]:
     return [torch.randn(size, generator=g) for size in sizes]
 
 
+@pytest.fixture
+def calls(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """Which compiled functions were called."""
+    found: list[str] = []
+    real = native._call
+
+    def counted(name: str, *arguments: object) -> int:
+        found.append(name)
+        return real(name, *arguments)
+
+    monkeypatch.setattr(native, "_call", counted)
+    return found
+
+
 @pytest.mark.parametrize("steps", [1, 3, 400])
-def test_averages(steps: int) -> None:
+def test_averages(steps: int, calls: list[str]) -> None:
     """The first are divided by the weights that there are."""
     states: list[dict[str, Any]] = [{} for _ in SIZES]
     exact: list[dict[str, Any]] = [{} for _ in SIZES]
@@ -31,6 +45,7 @@ def test_averages(steps: int) -> None:
         given = some(step)
         got = auto.averages_(states, given, 0.1)
         want = auto.averages_(exact, [g.double() for g in given], 0.1)
+    assert calls.count("qd_average") == steps
     for mine, theirs, x, y in zip(states, exact, got, want, strict=True):
         torch.testing.assert_close(mine["average"].double(), theirs["average"], rtol=0, atol=1e-6)
         torch.testing.assert_close(x.double(), y, rtol=0, atol=1e-5)
@@ -62,20 +77,30 @@ def taken(dtype: torch.dtype, averaged: bool = True) -> list[list[Tensor]]:
 
 
 @pytest.mark.parametrize("averaged", [True, False])
-def test_moves(averaged: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    calls: list[str] = []
-    real = native._call
-
-    def counted(name: str, *arguments: object) -> int:
-        calls.append(name)
-        return real(name, *arguments)
-
-    monkeypatch.setattr(native, "_call", counted)
+def test_moves(averaged: bool, calls: list[str]) -> None:
     got = taken(torch.float32, averaged)
     assert calls.count("qd_move") == 4
     for found, exact in zip(got, taken(torch.float64, averaged), strict=True):
         for x, y in zip(found, exact, strict=True):
             torch.testing.assert_close(x.double(), y, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("averaged", [True, False])
+def test_a_parameter_of_another_shape_is_an_error(averaged: bool) -> None:
+    """And not a kernel's that writes where nothing is."""
+    model, grown = (nn.Sequential(nn.Linear(20, h), nn.Linear(h, 3)) for h in (30, 3000))
+    x, t, loss = torch.randn(100, 20), torch.randint(3, (100,)), qd.Categorical()
+    optimizer = qd.Riemannian(model, loss, averaged=averaged)
+    for step in range(7):
+        if step == 6:
+            for p, q in zip(model.parameters(), grown.parameters()):
+                p.data = q.data
+        optimizer.zero_grad()
+        loss(model(x), t).backward()
+        if step < 6:
+            optimizer.step()
+    with pytest.raises(RuntimeError, match="size"):
+        optimizer.step()
 
 
 def test_a_graph_that_a_move_made_stale_is_noticed() -> None:

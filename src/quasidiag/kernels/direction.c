@@ -24,6 +24,9 @@ enum { LANES = 8, ROWS = 4 };
 #endif
 enum { WIDTH = 2 * LANES, DEPTH = 192, LINE = 16, BLOCK = LINE, AT_ONCE = 1 << 22 };
 
+/* Pivots of a matrix G + s are no less than s; of one that rounding has spoilt they may be less than this part of it. */
+static const float HALF = 0.5f;
+
 /* Matrices go to one thread each if none is heavier than a thread's share of all by more than this. */
 static const double EVEN = 1.4;
 
@@ -35,7 +38,7 @@ typedef float vector __attribute__((vector_size(4 * LANES)));
 typedef struct {
     int64_t count, poles, g, n, row, column; /* the last two: how far apart a matrix's rows and columns lie */
     int64_t panels, side, stride, size, each; /* the last: numbers that a matrix takes */
-    float *x, *packed, *gram, *shifted, *rows, *most, *bound;
+    float *x, *packed, *gram, *shifted, *rows, *most, *bound, *counts; /* the last: of each inverse, in the sum */
 } problem;
 
 /* Which matrices to add up: `whole` times the identity, and `parts` of the inverses of G + `shifts`. */
@@ -65,18 +68,24 @@ __attribute__((noinline)) static void multiply(int64_t k, const float *x, int64_
         for (int h = 0; h < 2; h++) *(vector *)(c + i * cs + h * LANES) = sum[i][h];
 }
 
-/* G <- X X^T of every matrix, from X^T; only the tiles on the diagonal and above. */
+/* G <- X X^T of every matrix, from X^T; only the tiles on the diagonal and above. Every DEPTH columns are summed up by
+ * themselves, or the rounding of many that are alike would add up to more than the smallest shift. */
 static void square(const problem *m) {
     const int64_t stride = m->stride, depth = parts(m->n, parts(m->n, DEPTH));
 #pragma omp for schedule(dynamic)
     for (int64_t i = 0; i < m->count * m->panels; i++) {
         const int64_t which = i % m->count, column = (m->panels - 1 - i / m->count) * WIDTH; /* long ones first */
         const float *x = m->packed + which * m->n * stride;
-        float *c = m->gram + which * m->size + column;
+        float tile[ROWS * WIDTH] __attribute__((aligned(64)));
         for (int64_t s = 0; s < m->n; s += depth)
-            for (int64_t row = 0; row < least(m->side, column + WIDTH); row += ROWS)
-                multiply(least(depth, m->n - s), x + s * stride + row, stride, x + s * stride + column, stride, s > 0,
-                         c + row * stride, stride);
+            for (int64_t row = 0; row < least(m->side, column + WIDTH); row += ROWS) {
+                float *c = m->gram + which * m->size + row * stride + column;
+                multiply(least(depth, m->n - s), x + s * stride + row, stride, x + s * stride + column, stride, 0, tile,
+                         WIDTH);
+                for (int64_t r = 0; r < ROWS; r++)
+#pragma omp simd
+                    for (int64_t j = 0; j < WIDTH; j++) c[r * stride + j] = tile[r * WIDTH + j] + (s ? c[r * stride + j] : 0);
+            }
     }
 }
 
@@ -106,18 +115,21 @@ static void shift(const problem *m, const rational *r) {
     }
 }
 
-/* The lower factor of -p = L L^T, of BLOCK rows, with the inverses of its diagonal in the place of that. */
-static void factorise(const float p[BLOCK][BLOCK], float l[BLOCK][BLOCK]) {
+/* The lower factor of -p = L L^T, of BLOCK rows, with the inverses of its diagonal in the place of that. Whether rounding
+ * has left the pivots what they are, no less than the shift. */
+static int factorise(const float p[BLOCK][BLOCK], float l[BLOCK][BLOCK], float shift) {
     float left[BLOCK][BLOCK] __attribute__((aligned(64)));
     for (int i = 0; i < BLOCK; i++)
         for (int j = 0; j < BLOCK; j++) left[i][j] = -p[i][j];
     for (int k = 0; k < BLOCK; k++) {
+        if (!(left[k][k] > HALF * shift)) return 0;
         const float by = 1 / sqrtf(left[k][k]);
         for (int j = 0; j < BLOCK; j++) l[j][k] = left[k][j] *= by;
         for (int i = k + 1; i < BLOCK; i++)
             for (int j = 0; j < BLOCK; j++) left[i][j] -= left[k][i] * left[k][j];
         l[k][k] = by;
     }
+    return 1;
 }
 
 /* LANES columns of w <- L^{-1} b, and z <- L^{-T} w, of rows that lie `stride` apart. */
@@ -142,8 +154,8 @@ static void substitute(const float l[BLOCK][BLOCK], float *b, float *z, int64_t 
 }
 
 /* Before BLOCK rows B of a matrix -S are swept: with the square P of S on the diagonal, P = L L^T, W = L^{-1} B, and behind
- * it L^{-T} W = P^{-1} B. In the place of that square, P^{-1} itself. */
-static void gather(const problem *m, const float *a, float *rows, int64_t k) {
+ * it L^{-T} W = P^{-1} B. In the place of that square, P^{-1} itself. 0 if rounding has left no such L. */
+static int gather(const problem *m, const float *a, float *rows, int64_t k, float shift) {
     const int64_t stride = m->stride, width = m->panels * WIDTH, few = least(BLOCK, m->side - k);
     float p[BLOCK][BLOCK] __attribute__((aligned(64))), l[BLOCK][BLOCK] __attribute__((aligned(64)));
     for (int64_t j = 0; j < k; j++)
@@ -155,8 +167,9 @@ static void gather(const problem *m, const float *a, float *rows, int64_t k) {
         for (int64_t j = s; j < BLOCK; j++) p[s][j] = p[j][s] = j < few ? rows[s * stride + k + j] : -(float)(s == j);
     for (int64_t s = 0; s < few; s++)
         for (int64_t j = 0; j < few; j++) rows[s * stride + k + j] = s == j;
-    factorise(p, l);
+    if (!factorise(p, l, shift)) return 0;
     for (int64_t j = 0; j < width; j += LANES) substitute(l, rows + j, rows + BLOCK * stride + j, stride);
+    return 1;
 }
 
 /* A panel of columns of -S while the rows from `k` on are swept: -S + W^T W, but in those rows and columns P^{-1} B. (By the
@@ -172,16 +185,22 @@ static void follow(const problem *m, float *a, const float *rows, int64_t k, int
         for (int64_t s = 0; s < few; s++) a[j * stride + k + s] = swept[s * stride + j];
 }
 
-/* Every -S <- S^{-1}, one block of rows swept after the other. */
-static void invert(const problem *m) {
+/* Every -S <- S^{-1}, one block of rows swept after the other. One that rounding has made indefinite counts for nothing: the
+ * weaker directions stay weaker then. */
+static void invert(const problem *m, const rational *r) {
     const int64_t all = m->count * m->poles, room_for = 2 * BLOCK * m->stride;
+#pragma omp for schedule(static)
+    for (int64_t i = 0; i < all; i++) m->counts[i] = r->parts[i % m->poles];
     for (int64_t k = 0; k < m->side; k += BLOCK) {
 #pragma omp for schedule(static)
-        for (int64_t i = 0; i < all; i++) gather(m, m->shifted + i * m->size, m->rows + i * room_for, k);
+        for (int64_t i = 0; i < all; i++)
+            if (m->counts[i] != 0 &&
+                !gather(m, m->shifted + i * m->size, m->rows + i * room_for, k, r->shifts[i % m->poles]))
+                m->counts[i] = 0;
 #pragma omp for schedule(static)
         for (int64_t i = 0; i < all * m->panels; i++) {
             const int64_t at = i / m->panels, column = i % m->panels * WIDTH;
-            follow(m, m->shifted + at * m->size, m->rows + at * room_for, k, column);
+            if (m->counts[at] != 0) follow(m, m->shifted + at * m->size, m->rows + at * room_for, k, column);
         }
     }
 }
@@ -192,14 +211,14 @@ static void combine(const problem *m, const rational *r) {
 #pragma omp for schedule(static)
     for (int64_t at = 0; at < m->count * squares; at++) {
         const int64_t which = at / squares, top = at % squares * LINE, bottom = least(top + LINE, m->side);
-        const float *from = m->shifted + which * m->poles * m->size;
+        const float *from = m->shifted + which * m->poles * m->size, *counts = m->counts + which * m->poles;
         float *to = m->gram + which * m->size;
         for (int64_t left = top; left < m->side; left += LINE)
             for (int64_t i = top; i < bottom; i++) {
                 float sum[LINE] = {0};
                 for (int64_t pole = 0; pole < m->poles; pole++)
-                    for (int64_t j = 0; j < LINE; j++)
-                        sum[j] += r->parts[pole] * from[pole * m->size + i * stride + left + j];
+                    for (int64_t j = 0; counts[pole] != 0 && j < LINE; j++)
+                        sum[j] += counts[pole] * from[pole * m->size + i * stride + left + j];
                 if (left == top) sum[i - top] += r->whole;
                 for (int64_t j = left == top ? i - top : 0; j < LINE; j++) {
                     to[i * stride + left + j] = sum[j];
@@ -296,7 +315,8 @@ static problem plan(int64_t g, int64_t n, int64_t row, int64_t column, int64_t p
     m.side = parts(g, ROWS) * ROWS;
     m.stride = (m.panels * WIDTH / LINE | 1) * LINE;
     m.size = m.side * m.stride;
-    m.each = n * m.stride + (1 + poles) * m.size + 2 * poles * BLOCK * m.stride + parts(m.panels + 1, LINE) * LINE;
+    m.each = n * m.stride + (1 + poles) * m.size + 2 * poles * BLOCK * m.stride;
+    m.each += parts(m.panels + 1 + poles, LINE) * LINE;
     return m;
 }
 
@@ -307,11 +327,12 @@ static void orthogonalise(problem m, const rational *r) {
     m.rows = m.shifted + m.count * m.poles * m.size;
     m.most = m.rows + 2 * m.count * m.poles * BLOCK * m.stride;
     m.bound = m.most + m.count * m.panels;
+    m.counts = m.bound + m.count;
     look(&m);
     pack(&m);
     square(&m);
     shift(&m, r);
-    invert(&m);
+    invert(&m, r);
     combine(&m, r);
     finish(&m);
 }

@@ -1,6 +1,7 @@
 /* The elementwise work of a step on a CPU, each in one pass over memory.
  *
- * Compiled at first use by native.py; the oracles are quasidiag.reductions, quasidiag.moments and quasidiag.root.
+ * Compiled at first use by native.py; the oracles are quasidiag.reductions, quasidiag.moments, quasidiag.root, quasidiag.auto
+ * and quasidiag.moving.
  * Rows are shared among the threads that torch is allowed.
  */
 #include <math.h>
@@ -96,7 +97,7 @@ void qd_average(int64_t count, const int64_t *sizes, float *const *averages, con
     }
 }
 
-/* w <- by w, and theta + w, keep (apart + w) and way + w, each unless it is NULL (auto.move_). */
+/* w <- by w, and theta + w, keep (apart + w) and way + w, each unless it is NULL (moving.move_). */
 void qd_move(int64_t count, const int64_t *sizes, float *const *thetas, float *const *ws, float *const *aparts,
              float *const *ways, float by, float keep, int threads) {
 #pragma omp parallel num_threads(worth(total(count, sizes), threads))
@@ -104,7 +105,7 @@ void qd_move(int64_t count, const int64_t *sizes, float *const *thetas, float *c
         const unsigned before = flush_denormals();
         for (int64_t k = 0; k < count; k++) {
             float *theta = thetas[k], *w = ws[k], *apart = aparts[k], *way = ways[k];
-#pragma omp for schedule(static) nowait
+#pragma omp for schedule(static) /* and wait: parameters may overlap */
             for (int64_t start = 0; start < sizes[k]; start += CHUNK) {
                 const int64_t last = least(start + CHUNK, sizes[k]);
 #pragma omp simd

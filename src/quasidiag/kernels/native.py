@@ -211,7 +211,7 @@ def average_(
     averages: Sequence[Tensor], gradients: Sequence[Tensor], by: float, factors: Sequence[float]
 ) -> list[Tensor] | None:
     """``average ← average + by·(gradient - average)``; and that once more, times the factors."""
-    if not dense(*averages, *gradients):
+    if not (dense(*averages, *gradients) and _fit(averages, gradients)):
         return None
     found = [torch.empty_like(average) for average in averages]
     sizes, lists = [g.numel() for g in gradients], map(_pointers, (averages, gradients, found))
@@ -228,11 +228,17 @@ def move_(
     ways: Sequence[Tensor | None],
 ) -> bool:
     """``w ← by·w``, ``θ ← θ + w``, ``apart ← keep·(apart + w)`` and ``way ← way + w``."""
-    if not dense(*thetas, *ws, *aparts, *ways):
+    if not (dense(*thetas, *ws, *aparts, *ways) and _fit(ws, thetas, aparts, ways)):
         return False
     sizes, lists = [w.numel() for w in ws], map(_pointers, (thetas, ws, aparts, ways))
     _call("qd_move", len(sizes), _sizes(sizes), *lists, by, keep)
     return True
+
+
+def _fit(tensors: Sequence[Tensor], *others: Sequence[Tensor | None]) -> bool:
+    """Whether all have the same shapes; who has given a parameter another one is told by the plain code."""
+    shapes = [t.shape for t in tensors]
+    return all(t is None or t.shape == shape for ts in others for t, shape in zip(ts, shapes))
 
 
 def square(delta: Tensor, scale: float | Tensor = 1.0, onto: Tensor | None = None) -> Tensor | None:
