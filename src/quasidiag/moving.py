@@ -33,7 +33,7 @@ def move_(optimizer: Riemannian, direction: dict[Tensor, Tensor], by: float) -> 
         if known:
             torch._foreach_add_([way for way, _ in known], [u for _, u in known])
     rest.begin_(optimizer, parameters, moved, keep)
-    fresh = [(state, u) for state, u in zip(states, moved) if "update" not in state]
+    fresh = [(state, u) for state, u, way in zip(states, moved, ways) if way is None]
     parts = [u for _, u in fresh if u._base is not None]  # of a stack, which they would keep alive
     copies = iter(torch._foreach_mul(parts, 1.0) if parts else ())
     for state, u in fresh:

@@ -65,13 +65,13 @@ def begin_(
 
     One of low precision would not find its way back, and has none.
     """
-    if not (optimizer.averaged and keep):
+    fresh = [(p, u) for p, u in zip(parameters, moved) if "apart" not in optimizer.state[p]]
+    if not (fresh and optimizer.averaged and keep):
         return
     still = _still(optimizer)
-    for p, u in zip(parameters, moved):
-        state = optimizer.state[p]
-        if "apart" not in state and p not in still and p.dtype == u.dtype:
-            state["apart"], state["ahead"] = u * keep, True
+    for p, u in fresh:
+        if p not in still and p.dtype == u.dtype:
+            optimizer.state[p] |= {"apart": u * keep, "ahead": True}
 
 
 def _still(optimizer: Riemannian) -> set[Tensor]:

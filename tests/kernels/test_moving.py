@@ -22,20 +22,6 @@ def some(seed: int, sizes: list[tuple[int, ...]] = SIZES) -> list[Tensor]:
     return [torch.randn(size, generator=g) for size in sizes]
 
 
-@pytest.fixture
-def calls(monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """Which compiled functions were called."""
-    found: list[str] = []
-    real = native._call
-
-    def counted(name: str, *arguments: object) -> int:
-        found.append(name)
-        return real(name, *arguments)
-
-    monkeypatch.setattr(native, "_call", counted)
-    return found
-
-
 @pytest.mark.parametrize("steps", [1, 3, 400])
 def test_averages(steps: int, calls: list[str]) -> None:
     """The first are divided by the weights that there are."""
