@@ -13,7 +13,6 @@ from torch import Tensor, nn
 import quasidiag as qd
 from nets import batch, linear_layers, mlp
 from quasidiag import orthogonal
-from quasidiag.auto import FEWEST, reach
 from quasidiag.orthogonal import (
     ENTIRE,
     GROUP,
@@ -27,6 +26,7 @@ from quasidiag.orthogonal import (
     newton_schulz,
     of_length,
 )
+from quasidiag.proposal import FEWEST, reach
 
 Polar = Callable[[Tensor], Tensor]
 SHAPES = [(6, 6), (4, 9), (9, 4), (1, 5), (5, 1)]

@@ -13,7 +13,6 @@ from torch import Tensor, nn
 
 import quasidiag as qd
 from nets import batch, linear_layers, mlp
-from quasidiag.auto import FEWEST, MOST, PART, reach
 from quasidiag.blocks import DiagonalBlock, UnitwiseBlock
 from quasidiag.orthogonal import WIDE
 from quasidiag.proportions import (
@@ -31,6 +30,7 @@ from quasidiag.proportions import (
     strengths,
     weights,
 )
+from quasidiag.proposal import FEWEST, MOST, PART, reach
 from quasidiag.report import Report
 
 

@@ -1,11 +1,9 @@
 r"""The step without a learning rate: its length from the exact quadratic model.
 
 With a direction :math:`d`, the averaged gradient with its strengths equalised in the coordinates of the metric
-(:mod:`quasidiag.orthogonal`), the step is :math:`δ = -α d` with the :math:`α` that minimises the quadratic model of the loss
+(:mod:`quasidiag.proposal`), the step is :math:`δ = -α d` with the :math:`α` that minimises the quadratic model of the loss
 (:mod:`quasidiag.quadratic`). All of its numbers are geometric, so the step depends on how inputs and activities are encoded
-no more than :math:`d` does. The average reaches back over a part of the training so far: at first gradients are soon out
-of date, later they are mostly noise. How far the layers go relative to each other is the matter of
-:mod:`quasidiag.proportions`.
+no more than :math:`d` does.
 
 The model is measured, and the way since the last time judged, in each of the first steps and then in every few. In between
 a step follows its own :math:`d` with the same :math:`α`, or less where the slope is smaller. A minibatch whose loss is a
@@ -20,31 +18,27 @@ a part of their natural step: such a deviation is then an average of the errors 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from quasidiag import bounce, kernels, orthogonal, rest, together
-from quasidiag.blocks import DiagonalBlock, UnitwiseBlock
+from quasidiag import bounce, rest, together
+from quasidiag.blocks import DiagonalBlock
 from quasidiag.directions import Direction, before_way, dot, dots, gathered, mean
-from quasidiag.moments import cast
 from quasidiag.moving import move_
-from quasidiag.proportions import echoes, further, power, proportions, shares, strengths, weights
+from quasidiag.proportions import echoes, further, weights
+from quasidiag.proposal import along, proportioned, propose, ranks_of, stacks_of
 from quasidiag.quadratic import QuadraticModel
 from quasidiag.report import WHOLE, Report
-from quasidiag.stacks import Stack, in_order
+from quasidiag.stacks import in_order
 from quasidiag.sums import dtype_of
 
 if TYPE_CHECKING:
     from quasidiag.optimizer import Riemannian
 
-#: The gradient is averaged over the last one in so many of all steps so far, within these bounds.
-PART, FEWEST, MOST = 50, 5.0, 30.0
-#: Weights that add up to so much are as good as one.
-NEARLY = 0.999
 #: Metric and model are measured in each of the first steps, while the network changes quickly.
 AT_FIRST = 4
 #: A minibatch with so many terms in its loss is a full one. The slope along a direction that a smaller one had its part in
@@ -83,7 +77,7 @@ def turn(optimizer: Riemannian, model: QuadraticModel, usable: bool) -> Turn:
     nothing but the gradient is bad is no judge, nor is an epoch's last small one, which waits for the next to measure.
     """
     report, before = model.report, model.report.samples
-    report.samples, loss = model.size(_ranks(optimizer))
+    report.samples, loss = model.size(ranks_of(optimizer))
     surprised = report.surprised(loss)
     judge = report.samples >= before / 2 and (usable or not math.isfinite(loss))
     if report.steps < AT_FIRST or not report.steady or not _alike(optimizer, report):
@@ -113,7 +107,7 @@ def _largest(optimizer: Riemannian) -> float:
 def retreat_(optimizer: Riemannian, model: QuadraticModel) -> bool:
     """Take the way since the last measurement back if it did harm. This minibatch's gradient is then of no use."""
     update, report = _way(optimizer), model.report
-    if not update or not model.judge(update, _ranks(optimizer)):
+    if not update or not model.judge(update, ranks_of(optimizer)):
         return False
     for p, before in before_way(update).items():
         if p.requires_grad:  # or it was frozen where it is
@@ -125,94 +119,6 @@ def retreat_(optimizer: Riemannian, model: QuadraticModel) -> bool:
     return True
 
 
-def reach(steps: int) -> float:
-    """Over about how many gradients the average goes, after so many steps."""
-    return min(max(steps / PART, FEWEST), MOST)
-
-
-def averages_(
-    states: Sequence[dict[str, Any]], gradients: Sequence[Tensor], new: float
-) -> list[Tensor]:
-    """Take gradients into their averages; these, and once more the gradients (Nesterov).
-
-    ``seen`` is what the weights of all gradients so far add up to: less than one at first.
-    """
-    if not states:
-        return []
-    for state, g in zip(states, gradients):
-        if "average" not in state:
-            state["average"], state["seen"] = torch.zeros_like(g), 0.0
-        state["seen"] = (1 - new) * state.get("seen", 1.0) + new  # older states have none
-    averages = [state["average"] for state in states]
-    gradients = [cast(g, average.dtype) for g, average in zip(gradients, averages)]
-    wholes = [(1 - new) * state["seen"] + new for state in states]
-    factors = [1 / whole if whole <= NEARLY else 1.0 for whole in wholes]
-    found = kernels.average_(averages, gradients, new, factors)
-    if found is None:
-        torch._foreach_lerp_(averages, gradients, new)
-        found = [*torch._foreach_lerp(averages, gradients, new)]
-        few = [i for i, factor in enumerate(factors) if factor != 1]
-        if few:
-            torch._foreach_mul_([found[i] for i in few], [factors[i] for i in few])
-    return found
-
-
-def propose(optimizer: Riemannian, gradient: Direction, measures: bool) -> dict[Tensor, Tensor]:
-    """The direction *d*, from the averaged gradient. Layers go as far as they did when this was last measured."""
-    assert optimizer.auto is not None
-    new, state = 1 / reach(optimizer.auto.steps), optimizer.state
-    moving = {block: [p for p in block.parameters if p in gradient] for block in optimizer._blocks}
-    parameters: list[Tensor] = [p for some in moving.values() for p in some]
-    averages = averages_([state[p] for p in parameters], [gradient[p] for p in parameters], new)
-    averaged = dict(zip(parameters, averages))
-    steps: dict[DiagonalBlock, list[Tensor]] = {}
-    rooted: dict[DiagonalBlock, list[Tensor]] = {}
-    for block, some in moving.items():
-        if some and optimizer._known(block):
-            dtype, whole = dtype_of(block, state), len(some) == len(block.parameters)
-            given = [_along(averaged, p, dtype) for p in block.parameters]
-            if optimizer.orthogonal and whole and not isinstance(block, UnitwiseBlock):
-                rooted[block] = given
-            else:
-                d = _solved(optimizer, block, given, whole)
-                steps[block] = [w for p, w in zip(block.parameters, d) if p in gradient]
-    stacks = _stacks(optimizer, rooted)
-    steps |= orthogonal.steps(stacks, state, rooted, optimizer.foreach is not False)
-    if steps and _proportioned(optimizer):
-        _proportion_(optimizer, steps, measures)
-    return {p: w for block, d in steps.items() for p, w in zip(moving[block], d)}
-
-
-def _proportioned(optimizer: Riemannian) -> bool:
-    """Whether directions are brought to equal lengths, and then to those of their layers."""
-    return optimizer.orthogonal and optimizer.reduction != "unitwise"
-
-
-def _proportion_(
-    optimizer: Riemannian, found: Mapping[DiagonalBlock, Sequence[Tensor]], measures: bool
-) -> None:
-    """Let each layer's direction be as long as its weights and its units count (:mod:`quasidiag.proportions`)."""
-    assert optimizer.auto is not None
-    report = optimizer.auto
-    moving = {i: block for i, block in enumerate(optimizer._blocks) if block in found}
-    blocks = [*moving.values()]
-    if measures or len(report.proportions) != len(blocks):
-        every, ranks, state = len(optimizer._blocks), _ranks(optimizer), optimizer.state
-        kept = report.strengths if len(report.strengths) == every else [None] * every
-        squares = weights(blocks, _stacks(optimizer, blocks), state)
-        fresh = strengths(mean(squares, ranks), [kept[i] for i in moving])
-        now = dict(zip(moving, fresh))
-        report.strengths = [now.get(i, before) for i, before in enumerate(kept)]
-        more = [report.further[i] if len(report.further) == every else 0.0 for i in moving]
-        matrices = [b for b in blocks if b.mixes and len(found[b]) == len(b.parameters)]
-        taking_part = shares(_stacks(optimizer, matrices), state, found, ranks)
-        p = power(reach(report.steps) / FEWEST)
-        part = [taking_part.get(block, 1.0) for block in blocks]
-        report.proportions = proportions(fresh, part, p, more)
-    of = [(w, x) for block, x in zip(blocks, report.proportions) for w in found[block]]
-    torch._foreach_mul_([w for w, _ in of], [x for _, x in of])
-
-
 def own(optimizer: Riemannian, gradient: Direction) -> dict[Tensor, Tensor]:
     """The direction of the criterion's own parameters, their natural gradient."""
     assert optimizer.criterion is not None
@@ -220,31 +126,21 @@ def own(optimizer: Riemannian, gradient: Direction) -> dict[Tensor, Tensor]:
     return {p: gradient[p] / fisher for p, fisher in fishers.items() if p in gradient}
 
 
-def _solved(
-    optimizer: Riemannian, block: DiagonalBlock, given: list[Tensor], whole: bool
-) -> list[Tensor]:
-    """The Riemannian gradient of a block, as long as the others' directions."""
-    group, solve = optimizer._group[block.home], block.solve if whole else block.solve_part
-    d = solve(optimizer.state, given, group["eps"], group["floor"])
-    units = block.parameters[0].shape[0]
-    return orthogonal.of_length(d, given, units) if optimizer.orthogonal else d
-
-
 def lengths(optimizer: Riemannian, directions: Sequence[Direction]) -> Tensor:
     """The products of directions in the metric, of each with each: layer by layer, and what is in none."""
     state, blocks, k = optimizer.state, _moving(optimizer, directions), len(directions)
-    stacks, found = _stacks(optimizer, blocks), []
+    stacks, found = stacks_of(optimizer, blocks), []
     for stack in stacks:
         dtype = dtype_of(stack.blocks[0], state)
         steps = [
-            [[_along(u, p, dtype) for p in block.parameters] for block in stack.blocks]
+            [[along(u, p, dtype) for p in block.parameters] for block in stack.blocks]
             for u in directions
         ]
         found.append(stack.forms(state, steps))
     each = in_order(blocks, stacks, found) if blocks else torch.zeros(0, k, k, dtype=torch.float64)
     others = []
     for p, metric in _diagonal(optimizer).items():
-        rows = torch.stack([_along(u, p, metric.dtype).flatten() for u in directions])
+        rows = torch.stack([along(u, p, metric.dtype).flatten() for u in directions])
         others.append(rows @ (metric.flatten() * rows).T)
     return torch.cat([each, gathered(others)]) if others else each
 
@@ -256,11 +152,6 @@ def _moving(optimizer: Riemannian, directions: Sequence[Direction]) -> list[Diag
         for block in optimizer._blocks
         if optimizer._known(block) and any(p in u for u in directions for p in block.parameters)
     ]
-
-
-def _along(u: Direction, p: Tensor, dtype: torch.dtype) -> Tensor:
-    found = u.get(p)
-    return torch.zeros_like(p, dtype=dtype) if found is None else cast(found, dtype)
 
 
 def _diagonal(optimizer: Riemannian) -> dict[Tensor, Tensor]:
@@ -275,7 +166,7 @@ def _diagonal(optimizer: Riemannian) -> dict[Tensor, Tensor]:
 def descend_(optimizer: Riemannian, model: QuadraticModel, measures: bool) -> None:
     r""":math:`θ ← θ - α d`. A group's ``lr`` multiplies the whole step of its parameters."""
     if measures:
-        bounce.ask(optimizer, model, _ranks(optimizer))
+        bounce.ask(optimizer, model, ranks_of(optimizer))
     report, parts, factor = model.report, _parts(optimizer), _factor(optimizer, model)
     gradient: Direction = {
         p: optimizer._gradient(p) for p in optimizer._group if p.grad is not None
@@ -283,7 +174,8 @@ def descend_(optimizer: Riemannian, model: QuadraticModel, measures: bool) -> No
     other: dict[Tensor, Tensor] = dict(together.others(optimizer))
     if report.stride == 1:
         _listen(optimizer, report, gradient)
-    named = {"new": propose(optimizer, gradient, measures), "other": other}
+    proposal = propose(optimizer, gradient, measures)
+    named = {"new": proposal.direction, "other": other}
     named = {name: u for name, u in named.items() if u}
     known = own(optimizer, gradient)
     largest = _divide_(optimizer, named, known, parts)
@@ -292,10 +184,13 @@ def descend_(optimizer: Riemannian, model: QuadraticModel, measures: bool) -> No
             del optimizer.state[p]["update"]
         rest.mark_(optimizer)
         steep = float(dot(gradient, known))
-        best = _measure(optimizer, model, gradient, named, factor, largest, steep)
+        best = _measure(optimizer, model, gradient, named, proposal.weights, factor, largest, steep)
         report.stride, report.parts = 0, parts
     else:
-        again = model.again(gradient, named, factor, largest, _ranks(optimizer))
+        whole = proposal.slope is not None and all(part == 1 for part in parts)
+        slopes = {"new": proposal.slope} if whole else {}
+        slopes = {name: slopes.get(name) for name in named}
+        again = model.again(gradient, named, slopes, factor, largest, ranks_of(optimizer))
         best = dict(zip(named, again))
     if not named and not known:
         return  # all that has a gradient waits for its metric
@@ -358,7 +253,7 @@ def _factor(optimizer: Riemannian, model: QuadraticModel) -> float:
     at_first = (LONGER / max(1.0, factor) - 1) * SOON / max(SOON, report.steps)
     longer = max(0.0, at_first, math.exp(report.longer) / max(1.0, factor) - 1)
     factor *= report.warmth * (1 + longer * report.common)
-    terms, report.data = model.content(FULL, _ranks(optimizer))
+    terms, report.data = model.content(FULL, ranks_of(optimizer))
     same = math.isclose(report.data, before, rel_tol=SAME)
     report.small = 1.0 if same else min(1.0, math.sqrt(terms / FULL))
     return factor * report.small
@@ -370,7 +265,7 @@ def _slopes(optimizer: Riemannian, gradient: Direction) -> list[float]:
     layers: list[Sequence[Tensor]] = [block.parameters for block in optimizer._blocks]
     layers.append([p for p in optimizer._others if p not in own])
     parts = [{p: way[p] for p in layer if p in way} for layer in layers]
-    return mean(dots(gradient, parts), _ranks(optimizer)).tolist()
+    return mean(dots(gradient, parts), ranks_of(optimizer)).tolist()
 
 
 def _listen(optimizer: Riemannian, report: Report, gradient: Direction) -> None:
@@ -384,7 +279,7 @@ def _listen(optimizer: Riemannian, report: Report, gradient: Direction) -> None:
     complete = all(p in gradient for p in _way(optimizer))
     if report.listens and complete and _largest(optimizer) <= 1:
         report.heard(sum(slopes))
-    if not _proportioned(optimizer):
+    if not proportioned(optimizer):
         return
     if not len(report.echoes) == len(report.further) == len(blocks):
         report.echoes, report.further = [0.0] * len(blocks), [0.0] * len(blocks)
@@ -403,12 +298,13 @@ def _measure(
     model: QuadraticModel,
     gradient: Direction,
     named: dict[str, dict[Tensor, Tensor]],
+    known: Tensor | None,
     factor: float,
     largest: dict[str, float],
     steep: float,
 ) -> dict[str, float]:
     """The coefficients that are best for the model; directions along which a layer would move too far are shortened."""
-    ranks, report = _ranks(optimizer), model.report
+    ranks, report = ranks_of(optimizer), model.report
     if not named:
         report.steady, report.promise, report.predicted, report.length = False, 0.0, 0.0, 0.0
         return {}
@@ -417,7 +313,7 @@ def _measure(
         vars(report).update(vars(before))
         each = lengths(optimizer, [*named.values()])
         best = model.coefficients(gradient, named, each.sum(0), whole, largest, steep, ranks)
-        excess = _excess(optimizer, _moving(optimizer, [*named.values()]), each, best, ranks)
+        excess = _excess(optimizer, _moving(optimizer, [*named.values()]), known, each, best, ranks)
         if not excess or not left:
             break
         for u in named.values():
@@ -432,6 +328,7 @@ def _measure(
 def _excess(
     optimizer: Riemannian,
     blocks: Sequence[DiagonalBlock],
+    known: Tensor | None,
     each: Tensor,
     best: list[float],
     ranks: Any,
@@ -445,7 +342,9 @@ def _excess(
     assert optimizer.auto is not None
     if not blocks:
         return {}
-    own = weights(blocks, _stacks(optimizer, blocks), optimizer.state)
+    own = known
+    if own is None:
+        own = weights(blocks, stacks_of(optimizer, blocks), optimizer.state)
     usual = float(own[own > 0].log().mean().exp())  # nan, and no bound, where all are none
     if not optimizer.auto.footing and usual > 0:
         optimizer.auto.footing = usual
@@ -462,12 +361,3 @@ def _way(optimizer: Riemannian) -> dict[Tensor, Tensor]:
     """The way since the model was last measured."""
     state = optimizer.state
     return {p: state[p]["update"] for p in optimizer._group if "update" in state[p]}
-
-
-def _stacks(optimizer: Riemannian, blocks: Iterable[DiagonalBlock]) -> list[Stack]:
-    """These layers, those of one shape together."""
-    return optimizer._stacks.of(blocks, optimizer.state, optimizer.foreach)
-
-
-def _ranks(optimizer: Riemannian) -> Any:
-    return None if optimizer._exchange is None else optimizer._exchange.group

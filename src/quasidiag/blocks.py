@@ -168,6 +168,12 @@ class DiagonalBlock:
         ]
 
     @cached_property
+    def plain(self) -> bool:
+        """Whether it is a dense layer's, whose weights are ``[units, inputs]`` as they are."""
+        dense = self.weight is not None and self.weight.dim() == 2
+        return dense and type(self.adapter) is LinearAdapter
+
+    @cached_property
     def mixes(self) -> bool:
         """Whether the units see the same inputs, so that a gradient of theirs is one matrix."""
         return self.weight is not None and self.adapter.mixes(self.module)
@@ -324,16 +330,11 @@ class QuasiDiagonalBlock(DiagonalBlock):
         shift = state[self.weight].get("shift")
         return kernels.quasi_diagonal(m00, m0i, mii, v0, vi, shift, rule, **rows)
 
-    @cached_property
-    def _plain(self) -> bool:
-        """Whether weights are ``[units, inputs]`` as they are."""
-        return type(self.adapter) is LinearAdapter and self.weight.dim() == 2
-
     def _kept_rows(self, state: State) -> tuple[Tensor, Tensor, Tensor]:
         """The moments as they are stored, those of the weight as ``[units, inputs]``."""
         m00, m0i, mii = self.kept(state)
         assert m00 is not None and m0i is not None and mii is not None
-        if self._plain:
+        if self.plain:
             return m00, m0i, mii
         rows = self.adapter.rows
         return m00.reshape(-1), rows(self.module, m0i), rows(self.module, mii)
@@ -346,7 +347,7 @@ class QuasiDiagonalBlock(DiagonalBlock):
 
     def _rows(self, pair: Tensors) -> tuple[Tensor, Tensor]:
         """A bias and a weight (or two tensors of their shapes), the weight as ``[units, inputs]``."""
-        if self._plain:
+        if self.plain:
             return pair[0], pair[1]
         return pair[0].reshape(-1), self.adapter.rows(self.module, pair[1])
 
@@ -355,7 +356,7 @@ class UnitwiseBlock(DiagonalBlock):
     """Keeps the full block of each unit, ``state[weight]["block"]: [units, 1 + n, 1 + n]``."""
 
     weight: nn.Parameter
-    mixes = False
+    plain = mixes = False
 
     @cached_property
     def kind(self) -> Hashable | None:

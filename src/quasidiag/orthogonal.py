@@ -237,14 +237,13 @@ def steps(
     left: list[tuple[Stack, Root, Tensor]] = []
     roots = [stack.root(state) for stack in stacks]
     rows = [stack.rows([gradients[block] for block in stack.blocks]) for stack in stacks]
-    wanted = [_wanted(root, v) for root, v, stack in zip(roots, rows, stacks) if stack.mixes]
-    at_once = iter(kernels.directions(wanted, ENTIRE, POLES))
+    quick = iter(at_once([wanted(r, v) for r, v, s in zip(roots, rows, stacks) if s.mixes]))
     for stack, root, v in zip(stacks, roots, rows):
-        w = next(at_once) if stack.mixes else None
-        if w is None:
+        step = next(quick) if stack.mixes else None
+        if step is None:
             left.append((stack, root, root.gradient(v)))
         else:
-            found |= zip(stack.blocks, stack.like(w))
+            found |= zip(stack.blocks, stack.like(step.steps))
     matrices = [u for stack, _, u in left if stack.mixes]
     equal = iter(factors(matrices) if batch else map(factor, matrices))
     for stack, root, u in left:
@@ -253,7 +252,12 @@ def steps(
     return found
 
 
-def _wanted(root: Root, v: Sequence[Tensor]) -> kernels.Wanted:
+def at_once(wanted: Sequence[kernels.Wanted]) -> list[kernels.Found | None]:
+    """The steps of matrices by a kernel; ``None`` where there is none."""
+    return kernels.directions(wanted, ENTIRE, POLES)
+
+
+def wanted(root: Root, v: Sequence[Tensor]) -> kernels.Wanted:
     """What a kernel has to know of matrices."""
     units, inputs = root.scale.shape[-2], root.scale.shape[-1] + len(v) - 1
     if _wide(units, inputs):

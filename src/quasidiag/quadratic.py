@@ -218,12 +218,21 @@ class QuadraticModel:
         self,
         gradient: Direction,
         named: Mapping[str, Direction],
+        along: Mapping[str, float | None],
         factor: float,
         largest: Mapping[str, float],
         ranks: Any = None,
     ) -> list[float]:
-        """The coefficients of the last measurement, each smaller by as much as the slope along its direction is."""
-        slopes = mean(dots(gradient, [*named.values()]), ranks).tolist()
+        """The coefficients of the last measurement, each smaller by as much as the slope along its direction is.
+
+        Those of slopes that are known are not found again.
+        """
+        fresh = [name for name in named if along[name] is None]
+        found = dict(zip(fresh, dots(gradient, [named[name] for name in fresh]).tolist()))
+        numbers = torch.tensor(
+            [found.get(name, along[name]) for name in named], dtype=torch.float64
+        )
+        slopes = mean(numbers, ranks).tolist()
         if not all(map(math.isfinite, slopes)):
             self.report.steady = False
             return [0.0] * len(slopes)

@@ -69,6 +69,12 @@ class Root(NamedTuple):
         found = kernels.lengths(w, *self)
         return self.coordinates(w).square().sum(-1) if found is None else found
 
+    def of(self, layer: int) -> Root:
+        """That of one of several layers."""
+        bias, mean, scale = self
+        one = None if bias is None else bias[layer], None if mean is None else mean[layer]
+        return Root(*one, scale[layer])
+
     @staticmethod
     def _room(rows: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """For coordinates, and the parts of them that belong to the bias and to the inputs."""

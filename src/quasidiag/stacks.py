@@ -25,6 +25,7 @@ class KeptRoot(NamedTuple):
     """The root of a metric, and what it is the root of."""
 
     root: Root
+    each: list[Root]
     moments: list[Tensor]
     of: list[Any]
 
@@ -51,7 +52,15 @@ class Stack:
         return [block.like([x[i] for x in rows]) for i, block in enumerate(self.blocks)]
 
     def root(self, state: State) -> Root:
-        """The coordinates in which the metric is the identity matrix, kept until it changes."""
+        """The coordinates in which the metric is the identity matrix."""
+        return self._known(state).root
+
+    def roots(self, state: State) -> list[Root]:
+        """The same, layer by layer."""
+        return self._known(state).each
+
+    def _known(self, state: State) -> KeptRoot:
+        """It is kept until the metric changes."""
         every = [(*block.kept(state), block._shift(state)) for block in self.blocks]
         moments = [m for kept in every for m in kept if m is not None]
         updates = [(state[block.home]["updates"], block.safeguard) for block in self.blocks]
@@ -60,8 +69,9 @@ class Stack:
         same = kept is not None and all(m is n for m, n in zip(moments, kept.moments))
         if kept is None or not same or kept.of != now:
             root = self.blocks[0].root(self.blocks, state)
-            kept = self._root = KeptRoot(root, moments, now)
-        return kept.root
+            each = [root.of(i) for i in range(len(self.blocks))]
+            kept = self._root = KeptRoot(root, each, moments, now)
+        return kept
 
     def forms(self, state: State, steps: Sequence[Sequence[Sequence[Tensor]]]) -> Tensor:
         r"""The products of steps in the metric, :math:`w^⊤ M w'`, of each with each: ``[layers, steps, steps]``."""

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 import quasidiag as qd
 from nets import batch, mlp
 from quasidiag import auto
+from quasidiag.proposal import Proposal
 from quasidiag.replay import Replay
 
 
@@ -185,10 +186,8 @@ def test_a_direction_that_is_not_finite_moves_nothing(monkeypatch: pytest.Monkey
     optimizer = qd.Riemannian(model, loss)
     before = [p.detach().clone() for p in model.parameters()]
 
-    def lost(
-        optimizer: Any, gradient: dict[Tensor, Tensor], measures: bool
-    ) -> dict[Tensor, Tensor]:
-        return {p: torch.full_like(p, torch.nan) for p in model.parameters()}
+    def lost(optimizer: Any, gradient: dict[Tensor, Tensor], measures: bool) -> Proposal:
+        return Proposal({p: torch.full_like(p, torch.nan) for p in model.parameters()}, None, None)
 
     monkeypatch.setattr(auto, "propose", lost)
     loss(model(torch.randn(8, 4)), torch.randn(8, 2)).backward()

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 import quasidiag as qd
 from nets import OUTPUTS, STD, batch, criterion, linear_layers, mlp
-from quasidiag.auto import reach
+from quasidiag.proposal import reach
 from quasidiag.quadratic import BOUNDS, DECAY, FORMS, SHORTEST, QuadraticModel, minimiser
 from quasidiag.reductions import safeguarded
 from quasidiag.reference import completion

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 import quasidiag as qd
 from nets import batch, mlp
-from quasidiag import auto
+from quasidiag import auto, proposal
 from quasidiag.directions import before_way
 from quasidiag.report import RECENT, Report
 
@@ -93,7 +93,7 @@ def test_a_step_in_between_follows_its_own_direction_as_far_as_its_slope_allows(
         twin.criterion(twin.model(x), t).backward()
         with torch.no_grad():
             gradient = {p: twin._gradient(p) for p in twin.model.parameters()}
-            direction = auto.propose(twin, gradient, measures=False)
+            direction = proposal.propose(twin, gradient, measures=False).direction
         slope = sum(float((gradient[p] * u).sum()) for p, u in direction.items())
         part = min(max(slope / steep["new"], 0.0), 1.0)
         for p, q, old in zip(rule.model.parameters(), twin.model.parameters(), before):
@@ -104,18 +104,18 @@ def test_a_step_in_between_follows_its_own_direction_as_far_as_its_slope_allows(
 
 
 def test_the_average_reaches_back_over_a_part_of_the_training() -> None:
-    assert [auto.reach(steps) for steps in (0, 250, 500, 1500, 10**6)] == [5, 5, 10, 30, 30]
+    assert [proposal.reach(steps) for steps in (0, 250, 500, 1500, 10**6)] == [5, 5, 10, 30, 30]
 
 
 def test_what_gets_its_first_gradient_late_is_averaged_over_what_there_is() -> None:
     """It is not a thirtieth of itself: weights are relative to their sum, the newest gradient counting twice."""
     state: dict[str, Any] = {}
     first, second = torch.randn(2, 5, dtype=torch.float64)
-    new = 1 / auto.MOST
-    torch.testing.assert_close(auto.averages_([state], [first], new), [first])
+    new = 1 / proposal.MOST
+    torch.testing.assert_close(proposal.averages_([state], [first], new), [first])
     weights = torch.tensor([(1 - new) ** 2 * new, (1 - new) * new + new], dtype=torch.float64)
     expected = (weights / weights.sum()) @ torch.stack([first, second])
-    torch.testing.assert_close(auto.averages_([state], [second], new), [expected])
+    torch.testing.assert_close(proposal.averages_([state], [second], new), [expected])
 
 
 def test_the_way_is_the_sum_of_the_steps_and_is_judged_as_a_whole() -> None:

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from quasidiag import orthogonal
+from quasidiag import orthogonal, proposal
 from quasidiag.kernels import Wanted, native
 from quasidiag.orthogonal import ENTIRE, POLES
 from quasidiag.root import Root
@@ -53,12 +53,12 @@ def gradient(shape: tuple[int, int, int], kept: str = "all") -> list[Tensor]:
 def direction(v: Any, root: Any) -> list[Tensor] | None:
     """Of one kind of layers, as they are."""
     (found,) = native.directions([Wanted(v, root, 1, 0.0, 1.0)], ENTIRE, POLES)
-    return found
+    return None if found is None else found.steps
 
 
 def at_once(root: Root, v: list[Tensor]) -> list[Tensor] | None:
-    (found,) = native.directions([orthogonal._wanted(root, v)], ENTIRE, POLES)
-    return found
+    (found,) = orthogonal.at_once([orthogonal.wanted(root, v)])
+    return None if found is None else found.steps
 
 
 def exactly(v: list[Tensor], root: Root) -> list[Tensor]:
@@ -115,8 +115,8 @@ def test_inverses_that_rounding_has_spoilt_count_for_nothing() -> None:
     (got,) = native.directions(wanted, ENTIRE, [(POLES[0][0], -0.1), POLES[1]])
     (want,) = native.directions(wanted, ENTIRE, [POLES[1]])
     assert got is not None and want is not None
-    torch.testing.assert_close(got[0][0], want[0][0])
-    assert got[0][1].isnan().any()
+    torch.testing.assert_close(got.steps[0][0], want.steps[0][0])
+    assert got.steps[0][1].isnan().any()
 
 
 @vectors
@@ -145,14 +145,46 @@ def test_layers_of_all_kinds_go_together() -> None:
     """One that is declined between them; as each alone, to the bit."""
     shapes = [(1, 300, 257), (2, 30, 50), (1, 2, native.LONG + 1), (1, 257, 300), (3, 41, 9)]
     of = [(gradient(shape), a_root("all", *shape)) for shape in shapes]
-    wanted = [orthogonal._wanted(root, v) for v, root in of]
+    wanted = [orthogonal.wanted(root, v) for v, root in of]
     before = torch.get_num_threads()
     try:
         torch.set_num_threads(2)
-        found = native.directions(wanted, ENTIRE, POLES)
+        found = orthogonal.at_once(wanted)
     finally:
         torch.set_num_threads(before)
     for (v, root), got in zip(of, found, strict=True):
         alone = at_once(root, v)
         assert (got is None) == (alone is None) == (v[-1].shape[-1] > native.LONG)
-        assert all(torch.equal(x, y) for x, y in zip(got or [], alone or [], strict=True))
+        steps = [] if got is None else got.steps
+        assert all(torch.equal(x, y) for x, y in zip(steps, alone or [], strict=True))
+
+
+@vectors
+@pytest.mark.parametrize("kept", ["all", "no row", "no bias"])
+@pytest.mark.parametrize("shape", [(8, 8), (41, 9), (1, 70), (400, 330)], ids=str)
+def test_gradients_are_averaged_on_the_way(shape: tuple[int, int], kept: str) -> None:
+    """As by the plain code, one after the other; and the slope along what comes of it."""
+    root = Root(*(None if t is None else t[0] for t in a_root(kept, 1, *shape)))
+    states: list[dict[str, Any]] = [{} for _ in range(2 - (kept == "no bias"))]
+    before = [x[0] for x in gradient((1, *shape), kept)]
+    proposal.averages_(states, before, 0.2)
+    averages = [state["average"].clone() for state in states]
+    g = [torch.randn(x.shape, generator=torch.Generator().manual_seed(2)) for x in before]
+    wanted = orthogonal.wanted(root, averages)._replace(gradients=g, new=0.2, factor=1.5)
+    (found,) = orthogonal.at_once([wanted._replace(by=3 * wanted.by)])
+    v = [1.5 * x for x in proposal._averaged(states, [x.double() for x in g], 0.2, [1.0] * len(g))]
+    steps = exactly([x.unsqueeze(0) for x in v], Root(*(x if x is None else x[None] for x in root)))
+    assert found is not None
+    for x, state in zip(averages, states, strict=True):
+        torch.testing.assert_close(x, state["average"])
+    for x, y in zip(found.steps, steps, strict=True):
+        assert (x - 3 * y[0]).norm() <= 2e-4 * 3 * y.norm()
+    slope = sum(float((x.double() * y).sum()) for x, y in zip(found.steps, g))
+    assert found.slope == pytest.approx(slope, rel=1e-4, abs=1e-5)
+
+
+@vectors
+def test_gradients_of_another_shape_are_declined() -> None:
+    root = a_root("no bias", 1, 8, 9)
+    wanted = orthogonal.wanted(root, [torch.zeros(1, 8, 9)])
+    assert orthogonal.at_once([wanted._replace(gradients=[torch.zeros(1, 8, 8)])]) == [None]

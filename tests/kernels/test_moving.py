@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 import quasidiag as qd
-from quasidiag import auto, moving, rest
+from quasidiag import moving, proposal, rest
 from quasidiag.kernels import native
 
 pytestmark = pytest.mark.skipif(native.library() is None, reason="no C compiler")
@@ -29,8 +29,8 @@ def test_averages(steps: int, calls: list[str]) -> None:
     exact: list[dict[str, Any]] = [{} for _ in SIZES]
     for step in range(steps):
         given = some(step)
-        got = auto.averages_(states, given, 0.1)
-        want = auto.averages_(exact, [g.double() for g in given], 0.1)
+        got = proposal.averages_(states, given, 0.1)
+        want = proposal.averages_(exact, [g.double() for g in given], 0.1)
     assert calls.count("qd_average") == steps
     for mine, theirs, x, y in zip(states, exact, got, want, strict=True):
         torch.testing.assert_close(mine["average"].double(), theirs["average"], rtol=0, atol=1e-6)

@@ -277,9 +277,12 @@ def test_threads_change_no_bit(threads: int) -> None:
             )
             wide, narrow = Wanted(v, root, 3, 1e-3, 1.0), Wanted(v, root, 1, 0.0, 1.0)
             for wanted in ([wide], [narrow], [narrow, wide, wide, narrow]):  # together, or apart
-                for step in native.directions(wanted, ENTIRE, POLES):
+                averages = [[x.clone() for x in v] for _ in wanted]
+                given = [x._replace(v=a, gradients=v, new=0.5) for x, a in zip(wanted, averages)]
+                for step in native.directions([*wanted, *given], ENTIRE, POLES):
                     assert step is not None
-                    found += step
+                    found += [*step.steps, torch.tensor(step.slope)]
+                found += [x for pair in averages for x in pair]
         return found
 
     before = torch.get_num_threads()

@@ -18,7 +18,7 @@ from quasidiag import moments
 from quasidiag.kernels import gpu, native
 from quasidiag.kernels.rule import Rule
 from quasidiag.kernels.squares import Squares
-from quasidiag.kernels.wanted import Wanted
+from quasidiag.kernels.wanted import Found, Wanted
 from quasidiag.moments import Moments
 
 Tensors = Sequence[Tensor]
@@ -139,7 +139,7 @@ def lengths(w: Tensors, bias: Tensor | None, mean: Tensor | None, scale: Tensor)
 
 def directions(
     wanted: Sequence[Wanted], whole: float, poles: Sequence[tuple[float, float]]
-) -> list[list[Tensor] | None]:
+) -> list[Found | None]:
     """The steps of :func:`quasidiag.orthogonal.steps`, ``None`` for layers where no kernel can."""
     return native.directions(wanted, whole, poles)
 
@@ -147,7 +147,7 @@ def directions(
 def average_(
     averages: Tensors, gradients: Tensors, by: float, factors: Sequence[float]
 ) -> list[Tensor] | None:
-    """The kernel of :func:`quasidiag.auto.averages_`, or ``None`` where no kernel can."""
+    """The kernel of :func:`quasidiag.proposal.averages_`, or ``None`` where no kernel can."""
     return native.average_(averages, gradients, by, factors)
 
 
@@ -169,6 +169,7 @@ def finite(tensors: Sequence[Any]) -> bool | None:
 
 
 __all__ = [
+    "Found",
     "Rule",
     "Squares",
     "Wanted",

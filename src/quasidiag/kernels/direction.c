@@ -1,341 +1,16 @@
-/* A layer's direction, A^{-1} P Q^T for a gradient with the coordinates P S Q^T (quasidiag.orthogonal, quasidiag.root).
- *
- * The orthogonal factor comes by the Gram matrix G = X X^T and inverses of it, shifted (by_poles is the oracle):
- *
- *     P Q^T = (r + sum_j r_j (G + s_j)^{-1}) X.
- *
- * Inverses and products of our own for the sake of what a library cannot know: half of a symmetric matrix tells the rest,
- * and the many small ones follow each other without a call. Every number is summed in the same order on any number of
- * threads.
- */
+/* A layer's direction, A^{-1} P Q^T for a gradient with the coordinates P S Q^T (quasidiag.orthogonal, quasidiag.root). */
 #include <math.h>
 #include <stdint.h>
 #include <stdlib.h>
 #include <string.h>
 
-#include "native.h"
+#include "orthogonal.h"
 
-/* A tile is ROWS x WIDTH: 16 of AVX-512's 32 registers, 8 of AVX2's 16. DEPTH x WIDTH numbers fit into
- * a first-level cache. Matrices are inverted by BLOCK rows at a time. */
-#ifdef __AVX512F__
-enum { LANES = 16, ROWS = 8 };
-#else
-enum { LANES = 8, ROWS = 4 };
-#endif
-enum { WIDTH = 2 * LANES, DEPTH = 192, LINE = 16, BLOCK = LINE, AT_ONCE = 1 << 22 };
-
-/* Pivots of a matrix G + s are no less than s; of one that rounding has spoilt they may be less than this part of it. */
-static const float HALF = 0.5f;
+/* So many numbers have room at once, or one matrix. */
+enum { AT_ONCE = 1 << 22 };
 
 /* Matrices go to one thread each if none is heavier than a thread's share of all by more than this. */
 static const double EVEN = 1.4;
-
-typedef float vector __attribute__((vector_size(4 * LANES)));
-
-/* `count` matrices of g rows and n >= g columns. Square ones have as many rows as fill tiles, with zeros at the end, and
- * columns that fill panels; their rows lie `stride` apart: not a power of two, which few lines of a cache could hold. Of
- * symmetric ones what lies below the diagonal is not looked at. */
-typedef struct {
-    int64_t count, poles, g, n, row, column; /* the last two: how far apart a matrix's rows and columns lie */
-    int64_t panels, side, stride, size, each; /* the last: numbers that a matrix takes */
-    float *x, *packed, *gram, *shifted, *rows, *most, *bound, *counts; /* the last: of each inverse, in the sum */
-} problem;
-
-/* Which matrices to add up: `whole` times the identity, and `parts` of the inverses of G + `shifts`. */
-typedef struct {
-    float whole;
-    const float *parts, *shifts;
-} rational;
-
-/* c <- (more: c +) x^T y, of `k` rows each. Not inlined, because there the compiler may run out of registers. */
-__attribute__((noinline)) static void multiply(int64_t k, const float *x, int64_t xs, const float *y, int64_t ys,
-                                               int more, float *c, int64_t cs) {
-    vector sum[ROWS][2];
-#pragma GCC unroll 16
-    for (int i = 0; i < ROWS; i++)
-        for (int h = 0; h < 2; h++) sum[i][h] = more ? *(vector *)(c + i * cs + h * LANES) : (vector){0};
-#pragma GCC unroll 4
-    for (int64_t s = 0; s < k; s++, x += xs, y += ys) {
-        const vector left = *(const vector *)y, right = *(const vector *)(y + LANES);
-#pragma GCC unroll 16
-        for (int i = 0; i < ROWS; i++) {
-            sum[i][0] += x[i] * left;
-            sum[i][1] += x[i] * right;
-        }
-    }
-#pragma GCC unroll 16
-    for (int i = 0; i < ROWS; i++)
-        for (int h = 0; h < 2; h++) *(vector *)(c + i * cs + h * LANES) = sum[i][h];
-}
-
-/* G <- X X^T of every matrix, from X^T; only the tiles on the diagonal and above. Every DEPTH columns are summed up by
- * themselves, or the rounding of many that are alike would add up to more than the smallest shift. */
-static void square(const problem *m) {
-    const int64_t stride = m->stride, depth = parts(m->n, parts(m->n, DEPTH));
-#pragma omp for schedule(dynamic)
-    for (int64_t i = 0; i < m->count * m->panels; i++) {
-        const int64_t which = i % m->count, column = (m->panels - 1 - i / m->count) * WIDTH; /* long ones first */
-        const float *x = m->packed + which * m->n * stride;
-        float tile[ROWS * WIDTH] __attribute__((aligned(64)));
-        for (int64_t s = 0; s < m->n; s += depth)
-            for (int64_t row = 0; row < least(m->side, column + WIDTH); row += ROWS) {
-                float *c = m->gram + which * m->size + row * stride + column;
-                multiply(least(depth, m->n - s), x + s * stride + row, stride, x + s * stride + column, stride, 0, tile,
-                         WIDTH);
-                for (int64_t r = 0; r < ROWS; r++)
-#pragma omp simd
-                    for (int64_t j = 0; j < WIDTH; j++) c[r * stride + j] = tile[r * WIDTH + j] + (s ? c[r * stride + j] : 0);
-            }
-    }
-}
-
-/* The bound on the eigenvalues: G's own length. -(G/bound + s) for every shift s. */
-static void shift(const problem *m, const rational *r) {
-#pragma omp for schedule(static)
-    for (int64_t which = 0; which < m->count; which++) {
-        double sum = 0;
-        for (int64_t i = 0; i < m->g; i++) {
-            const float *g = m->gram + which * m->size + i * m->stride;
-            float part = 0;
-#pragma omp simd reduction(+ : part)
-            for (int64_t j = i + 1; j < m->g; j++) part += g[j] * g[j];
-            sum += 2 * part + g[i] * g[i];
-        }
-        const float bound = (float)sqrt(sum);
-        m->bound[which] = bound < 1 ? 1 : bound; /* less than one is a matrix of zeros */
-    }
-#pragma omp for schedule(static)
-    for (int64_t i = 0; i < m->count * m->poles * m->side; i++) {
-        const int64_t at = i / m->side, row = i % m->side, which = at / m->poles;
-        const float *g = m->gram + which * m->size + row * m->stride, by = 1 / m->bound[which];
-        float *to = m->shifted + at * m->size + row * m->stride;
-#pragma omp simd
-        for (int64_t j = row; j < m->panels * WIDTH; j++) to[j] = -by * g[j];
-        to[row] -= r->shifts[at % m->poles];
-    }
-}
-
-/* The lower factor of -p = L L^T, of BLOCK rows, with the inverses of its diagonal in the place of that. Whether rounding
- * has left the pivots what they are, no less than the shift. */
-static int factorise(const float p[BLOCK][BLOCK], float l[BLOCK][BLOCK], float shift) {
-    float left[BLOCK][BLOCK] __attribute__((aligned(64)));
-    for (int i = 0; i < BLOCK; i++)
-        for (int j = 0; j < BLOCK; j++) left[i][j] = -p[i][j];
-    for (int k = 0; k < BLOCK; k++) {
-        if (!(left[k][k] > HALF * shift)) return 0;
-        const float by = 1 / sqrtf(left[k][k]);
-        for (int j = 0; j < BLOCK; j++) l[j][k] = left[k][j] *= by;
-        for (int i = k + 1; i < BLOCK; i++)
-            for (int j = 0; j < BLOCK; j++) left[i][j] -= left[k][i] * left[k][j];
-        l[k][k] = by;
-    }
-    return 1;
-}
-
-/* LANES columns of w <- L^{-1} b, and z <- L^{-T} w, of rows that lie `stride` apart. */
-static void substitute(const float l[BLOCK][BLOCK], float *b, float *z, int64_t stride) {
-    vector x[BLOCK];
-#pragma GCC unroll 16
-    for (int s = 0; s < BLOCK; s++) x[s] = *(vector *)(b + s * stride);
-#pragma GCC unroll 16
-    for (int s = 0; s < BLOCK; s++) {
-        x[s] *= l[s][s];
-        *(vector *)(b + s * stride) = x[s];
-#pragma GCC unroll 16
-        for (int t = s + 1; t < BLOCK; t++) x[t] -= l[t][s] * x[s];
-    }
-#pragma GCC unroll 16
-    for (int s = BLOCK - 1; s >= 0; s--) {
-        x[s] *= l[s][s];
-        *(vector *)(z + s * stride) = x[s];
-#pragma GCC unroll 16
-        for (int t = 0; t < s; t++) x[t] -= l[s][t] * x[s];
-    }
-}
-
-/* Before BLOCK rows B of a matrix -S are swept: with the square P of S on the diagonal, P = L L^T, W = L^{-1} B, and behind
- * it L^{-T} W = P^{-1} B. In the place of that square, P^{-1} itself. 0 if rounding has left no such L. */
-static int gather(const problem *m, const float *a, float *rows, int64_t k, float shift) {
-    const int64_t stride = m->stride, width = m->panels * WIDTH, few = least(BLOCK, m->side - k);
-    float p[BLOCK][BLOCK] __attribute__((aligned(64))), l[BLOCK][BLOCK] __attribute__((aligned(64)));
-    for (int64_t j = 0; j < k; j++)
-        for (int64_t s = 0; s < few; s++) rows[s * stride + j] = a[j * stride + k + s];
-    for (int64_t s = 0; s < few; s++)
-        for (int64_t j = k; j < width; j++) rows[s * stride + j] = a[(k + s) * stride + j];
-    for (int64_t s = few; s < BLOCK; s++) memset(rows + s * stride, 0, width * sizeof(float));
-    for (int64_t s = 0; s < BLOCK; s++)
-        for (int64_t j = s; j < BLOCK; j++) p[s][j] = p[j][s] = j < few ? rows[s * stride + k + j] : -(float)(s == j);
-    for (int64_t s = 0; s < few; s++)
-        for (int64_t j = 0; j < few; j++) rows[s * stride + k + j] = s == j;
-    if (!factorise(p, l, shift)) return 0;
-    for (int64_t j = 0; j < width; j += LANES) substitute(l, rows + j, rows + BLOCK * stride + j, stride);
-    return 1;
-}
-
-/* A panel of columns of -S while the rows from `k` on are swept: -S + W^T W, but in those rows and columns P^{-1} B. (By the
- * factor, because P^{-1} may be large, and rounding with it.) */
-static void follow(const problem *m, float *a, const float *rows, int64_t k, int64_t column) {
-    const int64_t stride = m->stride, few = least(BLOCK, m->side - k), last = least(m->side, column + WIDTH);
-    const float *swept = rows + BLOCK * stride;
-    for (int64_t row = 0; row < last; row += ROWS)
-        multiply(BLOCK, rows + row, stride, rows + column, stride, 1, a + row * stride + column, stride);
-    for (int64_t s = 0; s < few && k < last; s++)
-        memcpy(a + (k + s) * stride + column, swept + s * stride + column, WIDTH * sizeof(float));
-    for (int64_t j = 0; j < k && column <= k && k < last; j++)
-        for (int64_t s = 0; s < few; s++) a[j * stride + k + s] = swept[s * stride + j];
-}
-
-/* Every -S <- S^{-1}, one block of rows swept after the other. One that rounding has made indefinite counts for nothing: the
- * weaker directions stay weaker then. */
-static void invert(const problem *m, const rational *r) {
-    const int64_t all = m->count * m->poles, room_for = 2 * BLOCK * m->stride;
-#pragma omp for schedule(static)
-    for (int64_t i = 0; i < all; i++) m->counts[i] = r->parts[i % m->poles];
-    for (int64_t k = 0; k < m->side; k += BLOCK) {
-#pragma omp for schedule(static)
-        for (int64_t i = 0; i < all; i++)
-            if (m->counts[i] != 0 &&
-                !gather(m, m->shifted + i * m->size, m->rows + i * room_for, k, r->shifts[i % m->poles]))
-                m->counts[i] = 0;
-#pragma omp for schedule(static)
-        for (int64_t i = 0; i < all * m->panels; i++) {
-            const int64_t at = i / m->panels, column = i % m->panels * WIDTH;
-            if (m->counts[at] != 0) follow(m, m->shifted + at * m->size, m->rows + at * room_for, k, column);
-        }
-    }
-}
-
-/* What X is to be multiplied by, whole, into the place of G: by squares, each of which is written twice. */
-static void combine(const problem *m, const rational *r) {
-    const int64_t stride = m->stride, squares = parts(m->side, LINE);
-#pragma omp for schedule(static)
-    for (int64_t at = 0; at < m->count * squares; at++) {
-        const int64_t which = at / squares, top = at % squares * LINE, bottom = least(top + LINE, m->side);
-        const float *from = m->shifted + which * m->poles * m->size, *counts = m->counts + which * m->poles;
-        float *to = m->gram + which * m->size;
-        for (int64_t left = top; left < m->side; left += LINE)
-            for (int64_t i = top; i < bottom; i++) {
-                float sum[LINE] = {0};
-                for (int64_t pole = 0; pole < m->poles; pole++)
-                    for (int64_t j = 0; counts[pole] != 0 && j < LINE; j++)
-                        sum[j] += counts[pole] * from[pole * m->size + i * stride + left + j];
-                if (left == top) sum[i - top] += r->whole;
-                for (int64_t j = left == top ? i - top : 0; j < LINE; j++) {
-                    to[i * stride + left + j] = sum[j];
-                    if (left + j < m->side) to[(left + j) * stride + i] = sum[j];
-                }
-            }
-    }
-}
-
-/* A panel of `rows` rows, `stride` apart: `by` times the columns that are there, then zeros. The numbers lie next to each
- * other by rows or by columns. */
-static void take(float *to, int64_t stride, const float *from, int64_t row, int64_t column, int64_t rows,
-                 int64_t there, float by) {
-    if (column == 1)
-        for (int64_t r = 0; r < rows; r++, to += stride, from += row) {
-#pragma omp simd
-            for (int64_t j = 0; j < there; j++) to[j] = by * from[j];
-            for (int64_t j = there; j < WIDTH; j++) to[j] = 0;
-        }
-    else
-        for (int64_t first = 0; first < rows; first += LINE, to += LINE * stride, from += LINE) {
-            const int64_t few = least(LINE, rows - first);
-            for (int64_t j = 0; j < WIDTH; j++)
-                for (int64_t r = 0; r < few; r++) to[r * stride + j] = j < there ? by * from[r + j * column] : 0;
-        }
-}
-
-/* The largest entry of each panel of rows. */
-static void look(const problem *m) {
-#pragma omp for schedule(static)
-    for (int64_t i = 0; i < m->count * m->panels; i++) {
-        const int64_t which = i / m->panels, first = i % m->panels * WIDTH, last = least(first + WIDTH, m->g);
-        const int64_t across = m->column == 1; /* along what lies next to each other */
-        const float *x = m->x + which * m->g * m->n;
-        float most = 0;
-        for (int64_t a = across ? first : 0; a < (across ? last : m->n); a++) {
-            const float *line = x + a * (across ? m->row : m->column);
-#pragma omp simd reduction(max : most)
-            for (int64_t b = across ? 0 : first; b < (across ? m->n : last); b++)
-                most = fabsf(line[b]) > most ? fabsf(line[b]) : most;
-        }
-        m->most[i] = most;
-    }
-}
-
-/* What brings the largest entry of a matrix to one: the squares of a gradient that has faded underflow. */
-static float scale(const problem *m, int64_t which) {
-    float most = 0;
-    for (int64_t i = which * m->panels; i < (which + 1) * m->panels; i++) most = m->most[i] > most ? m->most[i] : most;
-    return most > 0 ? 1 / most : 0;
-}
-
-/* X^T, panel by panel. */
-static void pack(const problem *m) {
-#pragma omp for schedule(static)
-    for (int64_t i = 0; i < m->count * m->panels; i++) {
-        const int64_t which = i / m->panels, first = i % m->panels * WIDTH;
-        take(m->packed + which * m->n * m->stride + first, m->stride, m->x + which * m->g * m->n + first * m->row,
-             m->column, m->row, m->n, least(WIDTH, m->g - first), scale(m, which));
-    }
-}
-
-/* X <- (what is in the place of G) X. */
-static void finish(const problem *m) {
-    const int64_t panels = parts(m->n, WIDTH), depth = parts(m->g, parts(m->g, DEPTH));
-#pragma omp for schedule(dynamic)
-    for (int64_t i = 0; i < m->count * panels; i++) {
-        const int64_t which = i / panels, first = i % panels * WIDTH, there = least(WIDTH, m->n - first);
-        const int64_t at = which * m->g * m->n + first * m->column;
-        float *x = m->x + at;
-        const float by = scale(m, which) / sqrtf(m->bound[which]);
-        float result[parts(m->g, ROWS) * ROWS][WIDTH] __attribute__((aligned(64)));
-        float panel[DEPTH * WIDTH] __attribute__((aligned(64)));
-        for (int64_t s = 0; s < m->g; s += depth) {
-            const int64_t k = least(depth, m->g - s);
-            take(panel, WIDTH, x + s * m->row, m->row, m->column, k, there, by);
-            for (int64_t row = 0; row < m->g; row += ROWS)
-                multiply(k, m->gram + which * m->size + s * m->stride + row, m->stride, panel, WIDTH, s > 0,
-                         result[row], WIDTH);
-        }
-        for (int64_t r = 0; r < m->g; r++) {
-            float *to = x + r * m->row;
-            if (m->column == 1)
-                memcpy(to, result[r], there * sizeof(float));
-            else
-                for (int64_t j = 0; j < there; j++) to[j * m->column] = result[r][j];
-        }
-    }
-}
-
-/* Of each matrix, how many numbers it takes to make it orthogonal. */
-static problem plan(int64_t g, int64_t n, int64_t row, int64_t column, int64_t poles) {
-    problem m = {.poles = poles, .g = g, .n = n, .row = row, .column = column, .panels = parts(g, WIDTH)};
-    m.side = parts(g, ROWS) * ROWS;
-    m.stride = (m.panels * WIDTH / LINE | 1) * LINE;
-    m.size = m.side * m.stride;
-    m.each = n * m.stride + (1 + poles) * m.size + 2 * poles * BLOCK * m.stride;
-    m.each += parts(m.panels + 1 + poles, LINE) * LINE;
-    return m;
-}
-
-/* X <- P Q^T. For all threads of a team together. */
-static void orthogonalise(problem m, const rational *r) {
-    m.gram = m.packed + m.count * m.n * m.stride;
-    m.shifted = m.gram + m.count * m.size;
-    m.rows = m.shifted + m.count * m.poles * m.size;
-    m.most = m.rows + 2 * m.count * m.poles * BLOCK * m.stride;
-    m.bound = m.most + m.count * m.panels;
-    m.counts = m.bound + m.count;
-    look(&m);
-    pack(&m);
-    square(&m);
-    shift(&m, r);
-    invert(&m, r);
-    combine(&m, r);
-    finish(&m);
-}
 
 /* The root of a metric; what a unit does not have is NULL. */
 typedef struct {
@@ -343,13 +18,29 @@ typedef struct {
     const float *bias, *mean, *scale;
 } root;
 
+/* Layers that are alike, by `groups` groups of units each; native.py has the same. What a layer does not have is NULL.
+ *
+ * Of those that have gradients v is what these are averaged into first, and the slopes along their directions are found. */
+typedef struct {
+    int64_t layers, units, n, groups;
+    float *v0, *vi;
+    const float *g0, *gi, *bias, *mean, *scale;
+    float *w0, *wi;
+    float shortest, by, new, factor;
+    double slope;
+} alike;
+
 /* u <- A^{-T} v of unit k. */
-static void coordinates(const root *a, int64_t k, const float *v0, const float *vi, float *u) {
-    const float *v = vi + k * a->n, *s = a->scale + k * a->n, *mu = a->mean ? a->mean + k * a->n : NULL;
-    float *to = u + a->first;
-    if (a->first) *u = v0[k] * a->bias[k];
+static void coordinates(const root *a, int64_t k, const alike *of, float *u) {
+    const float *v = of->vi + k * a->n, *s = a->scale + k * a->n, *mu = a->mean ? a->mean + k * a->n : NULL;
+    float *to = u + a->first, by = a->first ? of->v0[k] : 0;
+    if (of->gi) {
+        average(a->n, of->vi + k * a->n, of->gi + k * a->n, to, of->new, of->factor);
+        v = to;
+        if (a->first) average(1, of->v0 + k, of->g0 + k, &by, of->new, of->factor);
+    }
+    if (a->first) *u = by * a->bias[k];
     if (mu) {
-        const float by = v0[k];
 #pragma omp simd
         for (int64_t i = 0; i < a->n; i++) to[i] = (v[i] - mu[i] * by) * s[i];
     } else
@@ -357,15 +48,16 @@ static void coordinates(const root *a, int64_t k, const float *v0, const float *
         for (int64_t i = 0; i < a->n; i++) to[i] = v[i] * s[i];
 }
 
-/* w <- A^{-1} u of unit k, with u brought to length one unless it is shorter than `shortest`, or `by` times as long. */
-static void back(const root *a, int64_t k, const float *u, float shortest, float by, float *w0, float *wi) {
+/* w <- A^{-1} u of unit k, `by` times as long, with u brought to length one first unless it is shorter than `shortest`, if
+ * there is such a bound. The slope along it. */
+static float back(const root *a, int64_t k, const alike *of, const float *u) {
     const float *from = u + a->first, *s = a->scale + k * a->n, *mu = a->mean ? a->mean + k * a->n : NULL;
-    float *w = wi + k * a->n, sum = 0;
-    if (shortest > 0) {
+    float *w = of->wi + k * a->n, sum = 0, slope = 0, by = of->by;
+    if (of->shortest > 0) {
 #pragma omp simd reduction(+ : sum)
         for (int64_t i = 0; i < a->n + a->first; i++) sum += u[i] * u[i];
         const float length = sqrtf(sum);
-        by = 1 / (length > shortest ? length : shortest);
+        by /= length > of->shortest ? length : of->shortest;
         sum = 0;
     }
     if (mu)
@@ -377,27 +69,25 @@ static void back(const root *a, int64_t k, const float *u, float shortest, float
     else
 #pragma omp simd
         for (int64_t i = 0; i < a->n; i++) w[i] = by * from[i] * s[i];
-    if (a->first) w0[k] = by * *u * a->bias[k] - sum;
+    if (a->first) of->w0[k] = by * *u * a->bias[k] - sum;
+    if (!of->gi) return 0;
+    const float *g = of->gi + k * a->n;
+#pragma omp simd reduction(+ : slope)
+    for (int64_t i = 0; i < a->n; i++) slope += g[i] * w[i];
+    return a->first ? slope + of->g0[k] * of->w0[k] : slope;
 }
-
-/* Layers that are alike, by `groups` groups of units each; native.py has the same. What a layer does not have is NULL. */
-typedef struct {
-    int64_t layers, units, n, groups;
-    const float *v0, *vi, *bias, *mean, *scale;
-    float *w0, *wi;
-    float shortest, by;
-} alike;
 
 /* Their matrices: how one is made orthogonal, how many there are, and about how many multiplications each takes. */
 typedef struct {
-    const alike *of;
+    alike *of;
     root a;
     problem one;
     int64_t rows, count, own, each; /* the last two: numbers of a matrix itself, and of all that it takes */
     double work;
+    float *slopes; /* of each unit */
 } kind;
 
-static kind kind_of(const alike *of, int64_t poles) {
+static kind kind_of(alike *of, int64_t poles) {
     kind k = {.of = of, .a = {of->n, of->bias != NULL, of->bias, of->mean, of->scale}};
     const int64_t inputs = of->n + k.a.first;
     k.rows = parts(of->units, of->groups);
@@ -432,13 +122,13 @@ static void directions(const kind *k, int64_t start, int64_t count, float *numbe
         if (u < 0)
             memset(m.x + i * inputs, 0, inputs * sizeof(float));
         else
-            coordinates(&k->a, u, of->v0, of->vi, m.x + i * inputs);
+            coordinates(&k->a, u, of, m.x + i * inputs);
     }
     orthogonalise(m, r);
 #pragma omp for schedule(static)
     for (int64_t i = 0; i < count * k->rows; i++) {
         const int64_t u = unit(start * k->rows + i, k->rows, of->groups, of->units);
-        if (u >= 0) back(&k->a, u, m.x + i * inputs, of->shortest, of->by, of->w0, of->wi);
+        if (u >= 0) k->slopes[u] = back(&k->a, u, of, m.x + i * inputs);
     }
 }
 
@@ -470,17 +160,18 @@ static void together(const kind *kinds, int64_t count, float *numbers, const rat
 }
 
 /* Of all layers. Returns 0 and does nothing if there is no room. */
-int qd_directions(int64_t count, const alike *layers, float whole, const float *numerators, const float *shifts,
+int qd_directions(int64_t count, alike *layers, float whole, const float *numerators, const float *shifts,
                   int64_t poles, int threads) {
     const rational r = {whole, numerators, shifts};
     kind kinds[count];
-    int64_t matrices = 0, numbers = 0, most = 0, least_room = 0;
+    int64_t matrices = 0, numbers = 0, most = 0, least_room = 0, units = 0;
     double total = 0, heaviest = 0;
     for (int64_t i = 0; i < count; i++) {
         const kind k = kinds[i] = kind_of(layers + i, poles);
         const int64_t room_for = at_once(&k) * k.each;
         matrices += k.count;
         numbers += k.count * k.own;
+        units += k.of->layers * k.of->units;
         total += k.count * k.work;
         if (k.work > heaviest) heaviest = k.work;
         if (k.each > most) most = k.each;
@@ -488,8 +179,11 @@ int qd_directions(int64_t count, const alike *layers, float whole, const float *
     }
     qsort(kinds, count, sizeof *kinds, heavier);
     const int hands = worth(numbers, threads), even = hands > 1 && heaviest * hands < EVEN * total;
-    room *mine = borrow(even ? hands * most : least_room);
+    const int64_t taken = even ? hands * most : least_room;
+    room *mine = borrow(taken + units);
     if (!mine) return 0;
+    float *slopes = mine->numbers + taken;
+    for (kind *k = kinds; k < kinds + count; slopes += k->of->layers * k->of->units, k++) k->slopes = slopes;
 #pragma omp parallel num_threads(hands)
     {
         const unsigned before = flush_denormals();
@@ -498,6 +192,10 @@ int qd_directions(int64_t count, const alike *layers, float whole, const float *
         else
             together(kinds, count, mine->numbers, &r);
         restore(before);
+    }
+    for (kind *k = kinds; k < kinds + count; k++) {
+        k->of->slope = 0;
+        for (int64_t u = 0; u < k->of->layers * k->of->units; u++) k->of->slope += k->slopes[u];
     }
     give_back(mine);
     return 1;

@@ -1,7 +1,7 @@
 /* The elementwise work of a step on a CPU, each in one pass over memory.
  *
- * Compiled at first use by native.py; the oracles are quasidiag.reductions, quasidiag.moments, quasidiag.root, quasidiag.auto
- * and quasidiag.moving.
+ * Compiled at first use by native.py; the oracles are quasidiag.reductions, quasidiag.moments, quasidiag.root,
+ * quasidiag.proposal and quasidiag.moving.
  * Rows are shared among the threads that torch is allowed.
  */
 #include <math.h>
@@ -77,22 +77,17 @@ void qd_diagonal(int64_t count, const int64_t *sizes, const float *const *ms, co
     }
 }
 
-/* average <- average + by (gradient - average), and found <- the same once more, times a factor (auto.averages_). */
+/* What proposal.averages_ does to several arrays. */
 void qd_average(int64_t count, const int64_t *sizes, float *const *averages, const float *const *gradients,
                 float *const *founds, const float *factors, float by, int threads) {
 #pragma omp parallel num_threads(worth(total(count, sizes), threads))
     {
         const unsigned before = flush_denormals();
-        for (int64_t k = 0; k < count; k++) {
-            const float *g = gradients[k], factor = factors[k];
-            float *average = averages[k], *found = founds[k];
-#pragma omp for simd schedule(static) nowait
-            for (int64_t i = 0; i < sizes[k]; i++) {
-                const float now = average[i] + by * (g[i] - average[i]);
-                average[i] = now;
-                found[i] = factor * (now + by * (g[i] - now));
-            }
-        }
+        for (int64_t k = 0; k < count; k++)
+#pragma omp for schedule(static) nowait
+            for (int64_t start = 0; start < sizes[k]; start += CHUNK)
+                average(least(CHUNK, sizes[k] - start), averages[k] + start, gradients[k] + start, founds[k] + start, by,
+                        factors[k]);
         restore(before);
     }
 }

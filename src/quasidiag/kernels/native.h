@@ -87,6 +87,16 @@ static inline void apply(int64_t n, const float *w, float *buffer, float *theta,
     }
 }
 
+/* average <- average + by (gradient - average), and found <- the same once more, times a factor (proposal.averages_). */
+static inline void average(int64_t n, float *average, const float *gradient, float *found, float by, float factor) {
+#pragma omp simd
+    for (int64_t i = 0; i < n; i++) {
+        const float g = gradient[i], now = average[i] + by * (g - average[i]);
+        average[i] = now;
+        found[i] = factor * (now + by * (g - now));
+    }
+}
+
 /* Eight units in the last place: an input that varied by less did not vary (reductions.varies). */
 static const float UNIT = 8 * 1.1920929e-07f;
 

@@ -1,4 +1,4 @@
-"""The work of a step on a CPU, compiled at first use from ``native.c``, ``direction.c`` and ``products.c``.
+"""The work of a step on a CPU, compiled at first use from the C files in this folder.
 
 The system's own C compiler is asked once (two seconds) and its answer kept in the user's cache. Where there is no
 compiler, or the numbers are not plain float32 on a CPU, every function here says so by returning ``None`` or ``False``
@@ -26,9 +26,10 @@ from torch import Tensor
 
 from quasidiag.kernels.rule import Rule
 from quasidiag.kernels.squares import Squares
-from quasidiag.kernels.wanted import Wanted
+from quasidiag.kernels.wanted import Found, Wanted
 from quasidiag.moments import Moments, smallest
 
+SOURCES = "native", "orthogonal", "direction", "products"
 SMALLEST = smallest(torch.float32)
 #: Layers smaller than this are not worth a compiler, where it would not save many calls.
 LEAST = 4_096
@@ -52,8 +53,12 @@ _SIZE, _POINTER, _FLOAT, _FLAG = ctypes.c_int64, ctypes.c_void_p, ctypes.c_float
 class _Alike(ctypes.Structure):
     _fields_ = [
         *((name, _SIZE) for name in ("layers", "units", "n", "groups")),
-        *((name, _POINTER) for name in ("v0", "vi", "bias", "mean", "scale", "w0", "wi")),
-        *((name, _FLOAT) for name in ("shortest", "by")),
+        *(
+            (name, _POINTER)
+            for name in ("v0", "vi", "g0", "gi", "bias", "mean", "scale", "w0", "wi")
+        ),
+        *((name, _FLOAT) for name in ("shortest", "by", "new", "factor")),
+        ("slope", ctypes.c_double),
     ]
 
 
@@ -106,13 +111,13 @@ def vectors() -> bool:
 def _build(compiler: str) -> Path:
     """The shared library for this processor, from the cache if it is there."""
     folder = Path(__file__).parent
-    sources = [folder / f"{name}.c" for name in ("native", "direction", "products")]
+    sources = [folder / f"{name}.c" for name in SOURCES]
     capability = torch.backends.cpu.get_cpu_capability()
     flags = ["-O3", "-fopenmp", "-ffp-contract=fast", "-fno-math-errno", "-fno-trapping-math"]
     flags += ["-fPIC", *_FLAGS.get(capability, [])]
     runtime = _openmp()
     key = " ".join([platform.machine(), compiler, *flags, runtime]).encode()
-    key += b"".join(path.read_bytes() for path in [*sources, folder / "native.h"])
+    key += b"".join(path.read_bytes() for path in [*sources, *sorted(folder.glob("*.h"))])
     name = f"native-{hashlib.sha256(key).hexdigest()[:16]}.so"
     cache = _cache()
     target = cache / name
@@ -317,32 +322,39 @@ def lengths(
 
 def directions(
     wanted: Sequence[Wanted], whole: float, poles: Sequence[tuple[float, float]]
-) -> list[list[Tensor] | None]:
+) -> list[Found | None]:
     """The directions of all layers at once; ``None`` for those that are declined."""
-    found: list[list[Tensor] | None] = [
+    rooms = [
         [torch.empty_like(x) for x in layers.v] if _directed(layers) else None for layers in wanted
     ]
-    given = [_alike(layers, w) for layers, w in zip(wanted, found) if w is not None]
+    given = [_alike(layers, w) for layers, w in zip(wanted, rooms) if w is not None]
     if not given:
-        return found
+        return [None] * len(rooms)
     rational = whole, *(ctypes.addressof(_floats(numbers)) for numbers in zip(*poles)), len(poles)
     every = (_Alike * len(given))(*given)
-    done = _call("qd_directions", len(given), ctypes.addressof(every), *rational)
-    return found if done else [None] * len(found)
+    if not _call("qd_directions", len(given), ctypes.addressof(every), *rational):
+        return [None] * len(rooms)
+    slopes = (layers.slope for layers in every)
+    return [None if w is None else Found(w, next(slopes)) for w in rooms]
 
 
 def _directed(layers: Wanted) -> bool:
-    units, n = layers.v[-1].shape[1:]
+    v, gradients = layers.v, layers.gradients
+    units, n = v[-1].shape[-2:]
     narrow = min(units, n) < NARROW and max(units, n) > LONG
-    usable = not narrow and bool(layers.v[-1].numel()) and vectors()
-    return usable and dense(*layers.v, *layers.root)
+    if narrow or not units * n or not vectors():
+        return False
+    return dense(*v, *layers.root, *gradients) and (not gradients or _fit(v, gradients))
 
 
 def _alike(layers: Wanted, w: Sequence[Tensor]) -> _Alike:
-    v, root, none = layers.v, layers.root, [None] * (2 - len(layers.v))
+    v, root, missing = layers.v, layers.root, (None,) * (2 - len(layers.v))
     assert len(v) == 2 - (root[0] is None)
-    arrays = map(_pointer, (*none, *v, *root, *none, *w))
-    return _Alike(*v[-1].shape, layers.groups, *arrays, layers.shortest, layers.by)
+    gradients = layers.gradients or (None,) * len(v)
+    arrays = map(_pointer, (*missing, *v, *missing, *gradients, *root, *missing, *w))
+    shape = v[-1].shape if v[-1].dim() == 3 else (1, *v[-1].shape)
+    numbers = layers.shortest, layers.by, layers.new, layers.factor
+    return _Alike(*shape, layers.groups, *arrays, *numbers)
 
 
 def finite(numbers: Sequence[Any]) -> bool | None:

@@ -1,4 +1,4 @@
-"""What a kernel is asked for when it is asked for directions."""
+"""What a kernel is asked for when it is asked for directions, and what it finds."""
 
 from __future__ import annotations
 
@@ -11,7 +11,9 @@ from torch import Tensor
 class Wanted(NamedTuple):
     """The directions of layers that are alike, for gradients ``v: [layers, units(, inputs)]``; see ``orthogonal.steps``.
 
-    By groups of units; each brought to length one, unless it is shorter than ``shortest``, or else ``by`` times as long.
+    By groups of units; each brought to length one, unless it is shorter than ``shortest``, if that is not 0; then all
+    are ``by`` times as long. Of one layer alone ``v`` may be the averages of its ``gradients``: these are taken into them,
+    and then once more, times a ``factor`` (``proposal.averages_``).
     """
 
     v: Sequence[Tensor]
@@ -19,3 +21,13 @@ class Wanted(NamedTuple):
     groups: int
     shortest: float
     by: float
+    gradients: Sequence[Tensor] = ()
+    new: float = 1.0
+    factor: float = 1.0
+
+
+class Found(NamedTuple):
+    """Shaped like the gradients; the slope along them, if these were given."""
+
+    steps: list[Tensor]
+    slope: float

@@ -1,0 +1,239 @@
+r"""The direction of a step: the averaged gradient with its strengths equalised, and how long it is in each layer.
+
+The average reaches back over a part of the training so far: at first gradients are soon out of date, later they are
+mostly noise. How far the layers go relative to each other is the matter of :mod:`quasidiag.proportions`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from quasidiag import kernels, orthogonal
+from quasidiag.blocks import DiagonalBlock, UnitwiseBlock
+from quasidiag.directions import Direction, mean
+from quasidiag.moments import cast
+from quasidiag.proportions import power, proportions, shares, strengths, weights
+from quasidiag.stacks import Stack
+from quasidiag.sums import dtype_of
+
+if TYPE_CHECKING:
+    from quasidiag.optimizer import Riemannian
+
+#: The gradient is averaged over the last one in so many of all steps so far, within these bounds.
+PART, FEWEST, MOST = 50, 5.0, 30.0
+#: Weights that add up to so much are as good as one.
+NEARLY = 0.999
+
+Steps = dict[DiagonalBlock, list[Tensor]]
+
+
+class Proposal(NamedTuple):
+    """A direction; the slope along it, and the :math:`ρ^2` of the layers that move, where these were found on the way."""
+
+    direction: dict[Tensor, Tensor]
+    slope: float | None
+    weights: Tensor | None
+
+
+def reach(steps: int) -> float:
+    """Over about how many gradients the average goes, after so many steps."""
+    return min(max(steps / PART, FEWEST), MOST)
+
+
+def averages_(
+    states: Sequence[dict[str, Any]], gradients: Sequence[Tensor], new: float
+) -> list[Tensor]:
+    """Take gradients into their averages; these, and once more the gradients (Nesterov)."""
+    factors = [_counted(state, g, new) for state, g in zip(states, gradients)]
+    return _averaged(states, gradients, new, factors) if states else []
+
+
+def _counted(state: dict[str, Any], g: Tensor, new: float) -> float:
+    """One more gradient is taken into an average: what it is multiplied by, for its weights to add up to one.
+
+    ``seen`` is what the weights of all gradients so far add up to: less than one at first.
+    """
+    if "average" not in state:
+        state["average"], state["seen"] = torch.zeros_like(g), 0.0
+    state["seen"] = seen = (1 - new) * state.get("seen", 1.0) + new  # older states have none
+    whole = (1 - new) * seen + new
+    return 1 / whole if whole <= NEARLY else 1.0
+
+
+def _averaged(
+    states: Sequence[dict[str, Any]],
+    gradients: Sequence[Tensor],
+    new: float,
+    factors: Sequence[float],
+) -> list[Tensor]:
+    averages = [state["average"] for state in states]
+    gradients = [cast(g, average.dtype) for g, average in zip(gradients, averages)]
+    found = kernels.average_(averages, gradients, new, factors)
+    if found is None:
+        torch._foreach_lerp_(averages, gradients, new)
+        found = [*torch._foreach_lerp(averages, gradients, new)]
+        few = [i for i, factor in enumerate(factors) if factor != 1]
+        if few:
+            torch._foreach_mul_([found[i] for i in few], [factors[i] for i in few])
+    return found
+
+
+def propose(optimizer: Riemannian, gradient: Direction, measures: bool) -> Proposal:
+    """The direction *d*, from the averaged gradient. Layers go as far as they did when this was last measured."""
+    assert optimizer.auto is not None
+    new, state = 1 / reach(optimizer.auto.steps), optimizer.state
+    every = {block: [p for p in block.parameters if p in gradient] for block in optimizer._blocks}
+    factors: dict[Tensor, float] = {
+        p: _counted(state[p], gradient[p], new) for some in every.values() for p in some
+    }
+    moving = {block: some for block, some in every.items() if some and optimizer._known(block)}
+    lengths = None if measures else _lengths(optimizer, moving)
+    slope: float | None
+    steps, slope = _at_once(optimizer, gradient, moving, new, factors, lengths)
+    quick = {p for block in steps for p in block.parameters}
+    left = [p for p in factors if p not in quick]
+    if left:
+        given = [state[p] for p in left], [gradient[p] for p in left], new
+        averaged = dict(zip(left, _averaged(*given, [factors[p] for p in left])))
+        slow = {block: some for block, some in moving.items() if block not in steps}
+        others = _steps(optimizer, averaged, slow)
+        if lengths is not None:
+            _scale_(others, lengths)
+        steps, slope = steps | others, None if others else slope
+    found = None
+    if steps and lengths is None and proportioned(optimizer):
+        lengths, found = _measured(optimizer, {block: steps[block] for block in moving})
+        _scale_(steps, lengths)
+        slope = None
+    return Proposal({p: w for b in moving for p, w in zip(moving[b], steps[b])}, slope, found)
+
+
+def _at_once(
+    optimizer: Riemannian,
+    gradient: Direction,
+    moving: Mapping[DiagonalBlock, Sequence[Tensor]],
+    new: float,
+    factors: Mapping[Tensor, float],
+    lengths: Mapping[DiagonalBlock, float] | None,
+) -> tuple[Steps, float]:
+    """Averages and directions of dense layers in one call, where a kernel can, and the slope along all of them."""
+    state, found, slope = optimizer.state, Steps(), 0.0
+    if not optimizer.orthogonal:
+        return found, slope
+    blocks = [
+        block
+        for block, some in moving.items()
+        if block.plain and block.home.is_cpu and len(some) == len(block.parameters)
+        if len({factors[p] for p in some}) == 1  # or one was frozen for a while
+    ]
+    roots = {
+        block: root
+        for stack in stacks_of(optimizer, blocks)
+        for block, root in zip(stack.blocks, stack.roots(state))
+    }
+    wanted = [
+        orthogonal.wanted(roots[b], [state[p]["average"] for p in b.parameters])._replace(
+            gradients=[gradient[p] for p in b.parameters], new=new, factor=factors[b.home]
+        )
+        for b in blocks
+    ]
+    if lengths is not None:
+        wanted = [x._replace(by=x.by * lengths[block]) for block, x in zip(blocks, wanted)]
+    for block, step in zip(blocks, orthogonal.at_once(wanted)):
+        if step is not None:
+            found[block] = step.steps
+            slope += step.slope
+    return found, slope
+
+
+def _steps(
+    optimizer: Riemannian,
+    averaged: Direction,
+    moving: Mapping[DiagonalBlock, Sequence[Tensor]],
+) -> Steps:
+    """Those of layers, from their averaged gradients."""
+    state, found, rooted = optimizer.state, Steps(), Steps()
+    for block, some in moving.items():
+        dtype, whole = dtype_of(block, state), len(some) == len(block.parameters)
+        given = [along(averaged, p, dtype) for p in block.parameters]
+        if optimizer.orthogonal and whole and not isinstance(block, UnitwiseBlock):
+            rooted[block] = given
+        else:
+            d = _solved(optimizer, block, given, whole)
+            found[block] = [w for p, w in zip(block.parameters, d) if p in averaged]
+    stacks = stacks_of(optimizer, rooted)
+    return found | orthogonal.steps(stacks, state, rooted, optimizer.foreach is not False)
+
+
+def _solved(
+    optimizer: Riemannian, block: DiagonalBlock, given: list[Tensor], whole: bool
+) -> list[Tensor]:
+    """The Riemannian gradient of a block, as long as the others' directions."""
+    group, solve = optimizer._group[block.home], block.solve if whole else block.solve_part
+    d = solve(optimizer.state, given, group["eps"], group["floor"])
+    units = block.parameters[0].shape[0]
+    return orthogonal.of_length(d, given, units) if optimizer.orthogonal else d
+
+
+def proportioned(optimizer: Riemannian) -> bool:
+    """Whether directions are brought to equal lengths, and then to those of their layers."""
+    return optimizer.orthogonal and optimizer.reduction != "unitwise"
+
+
+def _lengths(
+    optimizer: Riemannian, moving: Mapping[DiagonalBlock, Sequence[Tensor]]
+) -> dict[DiagonalBlock, float] | None:
+    """How far the layers went when that was last measured; ``None`` if other ones move."""
+    assert optimizer.auto is not None
+    if not proportioned(optimizer):
+        return None
+    known = optimizer.auto.proportions
+    return dict(zip(moving, known)) if len(known) == len(moving) else None
+
+
+def _measured(
+    optimizer: Riemannian, found: Mapping[DiagonalBlock, Sequence[Tensor]]
+) -> tuple[dict[DiagonalBlock, float], Tensor]:
+    """How far each layer goes, as its weights and its units count (:mod:`quasidiag.proportions`); and its weights."""
+    assert optimizer.auto is not None
+    report, ranks, state = optimizer.auto, ranks_of(optimizer), optimizer.state
+    moving = {i: block for i, block in enumerate(optimizer._blocks) if block in found}
+    blocks, every = [*moving.values()], len(optimizer._blocks)
+    kept = report.strengths if len(report.strengths) == every else [None] * every
+    squares = weights(blocks, stacks_of(optimizer, blocks), state)
+    fresh = strengths(mean(squares, ranks), [kept[i] for i in moving])
+    now = dict(zip(moving, fresh))
+    report.strengths = [now.get(i, before) for i, before in enumerate(kept)]
+    more = [report.further[i] if len(report.further) == every else 0.0 for i in moving]
+    matrices = [b for b in blocks if b.mixes and len(found[b]) == len(b.parameters)]
+    taking_part = shares(stacks_of(optimizer, matrices), state, found, ranks)
+    p = power(reach(report.steps) / FEWEST)
+    part = [taking_part.get(block, 1.0) for block in blocks]
+    report.proportions = proportions(fresh, part, p, more)
+    return dict(zip(blocks, report.proportions)), squares
+
+
+def _scale_(steps: Steps, lengths: Mapping[DiagonalBlock, float]) -> None:
+    of = [(w, lengths[block]) for block, ws in steps.items() for w in ws]
+    if of:
+        torch._foreach_mul_([w for w, _ in of], [x for _, x in of])
+
+
+def along(u: Direction, p: Tensor, dtype: torch.dtype) -> Tensor:
+    """A direction's part in a parameter."""
+    found = u.get(p)
+    return torch.zeros_like(p, dtype=dtype) if found is None else cast(found, dtype)
+
+
+def stacks_of(optimizer: Riemannian, blocks: Iterable[DiagonalBlock]) -> list[Stack]:
+    """These layers, those of one shape together."""
+    return optimizer._stacks.of(blocks, optimizer.state, optimizer.foreach)
+
+
+def ranks_of(optimizer: Riemannian) -> Any:
+    """Who measures together."""
+    return None if optimizer._exchange is None else optimizer._exchange.group
