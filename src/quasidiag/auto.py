@@ -29,7 +29,7 @@ from quasidiag import bounce, rest, together
 from quasidiag.blocks import DiagonalBlock
 from quasidiag.directions import Direction, before_way, dot, dots, gathered, mean
 from quasidiag.moving import move_
-from quasidiag.proportions import echoes, further, weights
+from quasidiag.proportions import echoes, further, measured, weights
 from quasidiag.proposal import along, proportioned, propose, ranks_of, stacks_of
 from quasidiag.quadratic import QuadraticModel
 from quasidiag.report import WHOLE, Report
@@ -128,21 +128,33 @@ def own(optimizer: Riemannian, gradient: Direction) -> dict[Tensor, Tensor]:
 
 def lengths(optimizer: Riemannian, directions: Sequence[Direction]) -> Tensor:
     """The products of directions in the metric, of each with each: layer by layer, and what is in none."""
-    state, blocks, k = optimizer.state, _moving(optimizer, directions), len(directions)
-    stacks, found = stacks_of(optimizer, blocks), []
-    for stack in stacks:
-        dtype = dtype_of(stack.blocks[0], state)
-        steps = [
-            [[along(u, p, dtype) for p in block.parameters] for block in stack.blocks]
-            for u in directions
-        ]
-        found.append(stack.forms(state, steps))
-    each = in_order(blocks, stacks, found) if blocks else torch.zeros(0, k, k, dtype=torch.float64)
+    each = _forms(optimizer, _moving(optimizer, directions), directions)
     others = []
     for p, metric in _diagonal(optimizer).items():
         rows = torch.stack([along(u, p, metric.dtype).flatten() for u in directions])
         others.append(rows @ (metric.flatten() * rows).T)
     return torch.cat([each, gathered(others)]) if others else each
+
+
+def _forms(
+    optimizer: Riemannian, blocks: Sequence[DiagonalBlock], directions: Sequence[Direction]
+) -> Tensor:
+    """Those of each layer."""
+    state, k = optimizer.state, len(directions)
+    if not blocks:
+        return torch.zeros(0, k, k, dtype=torch.float64)
+    steps = [
+        {b: [along(u, p, dtype_of(b, state)) for p in b.parameters] for b in blocks}
+        for u in directions
+    ]
+    stacks = stacks_of(optimizer, blocks)
+    if k == 1:
+        known = measured(stacks, state, {b: b.rows_of(w) for b, w in steps[0].items()})
+        if known is not None:
+            totals = [known[block].total for block in blocks]
+            return torch.tensor(totals, dtype=torch.float64).view(-1, 1, 1)
+    found = [stack.forms(state, [[u[b] for b in stack.blocks] for u in steps]) for stack in stacks]
+    return in_order(blocks, stacks, found)
 
 
 def _moving(optimizer: Riemannian, directions: Sequence[Direction]) -> list[DiagonalBlock]:

@@ -279,11 +279,10 @@ class QuasiDiagonalBlock(DiagonalBlock):
     @classmethod
     def root(cls, blocks: Sequence[Any], state: State) -> roots.Root:
         m00, m0i, mii = map(stacked, zip(*(block._kept_rows(state) for block in blocks)))
-        m00, mii = _safeguarded(blocks[0].safeguard, m00, m0i, mii)
         shift = None
         if blocks[0].adapter.shiftable:
             shift = stacked([state[block.weight]["shift"] for block in blocks]).unsqueeze(1)
-        return roots.quasi_diagonal(m00, m0i, mii, shift)
+        return roots.quasi_diagonal(m00, m0i, mii, shift, blocks[0].safeguard)
 
     @cached_property
     def kind(self) -> Hashable | None:

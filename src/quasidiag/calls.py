@@ -61,8 +61,12 @@ class Part(NamedTuple):
 
     def rows(self, x: Tensor) -> Tensor:
         """Those of a tensor with the same number of rows for every sample."""
-        picked = torch.arange(self.kept, device=x.device) * self.samples // self.kept
-        return x.unflatten(0, (self.samples, -1))[picked].flatten(0, 1)
+        of_each = x.unflatten(0, (self.samples, -1))
+        step, rest = divmod(self.samples, self.kept)
+        if rest:
+            picked = torch.arange(self.kept, device=x.device) * self.samples // self.kept
+            return of_each[picked].flatten(0, 1)
+        return of_each[::step].flatten(0, 1)
 
 
 def changed(

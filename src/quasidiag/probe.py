@@ -130,11 +130,15 @@ class Hook:
     def __init__(self, method: Callable[..., None] | None) -> None:
         self._method = None if method is None else weakref.WeakMethod(method)
 
-    @torch._disable_dynamo  # a compiled model pauses here: the graph's edges exist only outside
     def __call__(self, *args: Any, **kwargs: Any) -> None:
-        method = None if self._method is None else self._method()
-        if method is not None:
+        if torch.compiler.is_compiling():
+            self._pause(*args, **kwargs)
+        elif self._method is not None and (method := self._method()) is not None:
             method(*args, **kwargs)
+
+    @torch._disable_dynamo  # a compiled model pauses here: the graph's edges exist only outside
+    def _pause(self, *args: Any, **kwargs: Any) -> None:
+        self(*args, **kwargs)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Hook:
         return Hook(None)
@@ -157,9 +161,15 @@ class Outside:
     def __init__(self, function: Callable[..., None]) -> None:
         self._function = function
 
-    @torch._disable_dynamo
     def __call__(self, *args: Any) -> None:
-        self._function(*args)
+        if torch.compiler.is_compiling():
+            self._pause(*args)
+        else:
+            self._function(*args)
+
+    @torch._disable_dynamo
+    def _pause(self, *args: Any) -> None:
+        self(*args)
 
 
 class Loan:

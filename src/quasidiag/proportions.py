@@ -30,12 +30,16 @@ from collections.abc import Mapping, Sequence
 from statistics import median_high
 from typing import TYPE_CHECKING, Any
 
+import torch
 from torch import Tensor
 
+from quasidiag import kernels
 from quasidiag.blocks import DiagonalBlock
 from quasidiag.directions import mean
+from quasidiag.kernels import Lengths
 from quasidiag.orthogonal import WIDE
-from quasidiag.stacks import Stack, in_order
+from quasidiag.root import Root
+from quasidiag.stacks import Alone, Stack, in_order
 
 if TYPE_CHECKING:
     from quasidiag.blocks import State
@@ -59,7 +63,30 @@ def power(longer: float) -> float:
 
 def weights(blocks: Sequence[DiagonalBlock], stacks: Sequence[Stack], state: State) -> Tensor:
     r""":math:`ρ^2` of each layer; 0 for one that has no weights."""
-    return in_order(blocks, stacks, [stack.strengths(state) for stack in stacks])
+    heavy = {
+        b: b.rows_of([p.detach() for p in b.parameters])[-1:]
+        for b in blocks
+        if b.weight is not None
+    }
+    found = measured(stacks, state, heavy)
+    if found is None:
+        return in_order(blocks, stacks, [stack.strengths(state) for stack in stacks])
+    totals = [found[b].total / len(heavy[b][0]) if b in found else 0.0 for b in blocks]
+    return torch.tensor(totals, dtype=torch.float64)
+
+
+def measured(
+    stacks: Sequence[Stack], state: State, rows: Mapping[DiagonalBlock, Sequence[Tensor]]
+) -> dict[DiagonalBlock, Lengths] | None:
+    """How long layers' steps are in the metric, or weights alone, where one call of a kernel finds that for all."""
+    if any(isinstance(stack, Alone) for stack in stacks):
+        return None
+    roots = {b: root for stack in stacks for b, root in zip(stack.blocks, stack.roots(state))}
+    alone = {
+        b: Root(None, None, roots[b].scale) if len(w) == 1 else roots[b] for b, w in rows.items()
+    }
+    found = kernels.lengths([(w, alone[block]) for block, w in rows.items()], HALF)
+    return None if found is None else dict(zip(rows, found))
 
 
 def strengths(squares: Tensor, before: Sequence[float | None]) -> list[float]:
@@ -86,16 +113,24 @@ def shares(
 
     It is not asked where each unit goes by one, as in a wide layer.
     """
-    asked: dict[Stack, Tensor] = {}
-    for stack in stacks:
-        rows = stack.rows([steps[block] for block in stack.blocks])
-        if rows[-1].shape[-1] + len(rows) - 1 < min(rows[-1].shape[-2], WIDE + 1):
-            asked[stack] = share(stack.root(state).lengths(rows))
-    if not asked:
-        return {}
+    asked = [stack for stack in stacks if _asked(stack.blocks[0])]
     blocks = [block for stack in asked for block in stack.blocks]
-    found = in_order(blocks, [*asked], [*asked.values()])
+    if not blocks:
+        return {}
+    known = measured(asked, state, {b: b.rows_of(steps[b]) for b in blocks})
+    if known is not None:
+        found = torch.tensor([known[b].share for b in blocks], dtype=torch.float64)
+    else:
+        rows = [stack.rows([steps[block] for block in stack.blocks]) for stack in asked]
+        squares = [stack.root(state).lengths(w) for stack, w in zip(asked, rows)]
+        found = in_order(blocks, asked, [share(x) for x in squares])
     return dict(zip(blocks, mean(found, ranks).tolist()))
+
+
+def _asked(block: DiagonalBlock) -> bool:
+    """Whether a layer has more units than inputs, and is not wide."""
+    *bias, rows = block.rows_of(block.parameters)
+    return rows.shape[1] + len(bias) < min(rows.shape[0], WIDE + 1)
 
 
 def share(squares: Tensor) -> Tensor:

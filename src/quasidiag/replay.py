@@ -11,7 +11,7 @@ from __future__ import annotations
 import math
 import warnings
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -165,7 +165,12 @@ class Replay:
             self._pass = now
             if all(p.grad is None for p in self.parameters):
                 self.restart()
-            _at_the_end(lambda: _at_the_end(lambda: self._witness.see(self.parameters)))
+            _at_the_end(lambda: _at_the_end(self._saw))
+
+    def _saw(self) -> None:
+        """The gradients are what the backward pass has made of them."""
+        weights = (batch.weight for batch in self._used if batch.weight is not None)
+        self._witness.see(self.parameters, weights)
 
     def _concerns(self, output: Tensor) -> bool:
         """Whether an output depends on a parameter of the model."""
@@ -312,8 +317,9 @@ class Replay:
 
         def loss(y: Tensor, t: Tensor) -> Tensor:
             t = t.double() if t.is_floating_point() else t
+            y = y.detach().double()
             with torch.no_grad():
-                return functional_call(self.criterion, own, (y.detach().double(), t))
+                return functional_call(self.criterion, own, (y, t)) if own else self.criterion(y, t)
 
         rows = AT_ONCE // max(1, output[0].numel())
         if output.is_cuda or not 0 < rows < len(output) == len(target):
@@ -368,14 +374,12 @@ class Replay:
         arguments = batch.call.arguments
         args, kwargs = arguments if part is None else part.of(arguments)
         module, around = self._module, batch.call.around
-        given = _replaced(module, parameters)
-        autocast = around.autocast and not full
-        with (
-            around.again(),
-            torch.no_grad(),
-            torch.autocast(around.kind, around.dtype, enabled=autocast, cache_enabled=False),
-        ):
-            outputs = functional_call(module, given, args, kwargs, tie_weights=False)
+        autocast: AbstractContextManager[object] = nullcontext()
+        if around.autocast:
+            kind, dtype = around.kind, around.dtype
+            autocast = torch.autocast(kind, dtype, enabled=not full, cache_enabled=False)
+        with around.again(), torch.no_grad(), autocast, _standing_in(module, parameters):
+            outputs = module(*args, **kwargs)
         return batch.reading.of(list(tensors(outputs)), 1.0 if part is None else part.share)
 
     def _dual(self, batch: Batch, direction: Direction, part: Part | None) -> tuple[Tensor, Tensor]:
@@ -426,20 +430,23 @@ def _plain_kernels() -> Iterator[None]:
             yield
 
 
-def _replaced(module: nn.Module, parameters: Direction) -> dict[str, Tensor]:
-    """What stands in for parameters, and a copy of each buffer, at every place where a module has them.
-
-    A module may be at several places itself, and must be told once.
-    """
-    found: dict[str, Tensor] = {}
+@contextmanager
+def _standing_in(module: nn.Module, parameters: Direction) -> Iterator[None]:
+    """Other tensors in the place of parameters, and a copy of each buffer, wherever a module has them."""
     copies: dict[Tensor, Tensor] = {}
-    for prefix, inner in module.named_modules():
-        before = f"{prefix}." if prefix else ""
+    places: list[tuple[dict[str, Any], str, Tensor, Tensor]] = []
+    for inner in module.modules():
         for name, p in inner._parameters.items():
             if p is not None and p in parameters:
-                found[before + name] = parameters[p]
+                places.append((inner._parameters, name, p, parameters[p]))
         for name, b in inner._buffers.items():
             if b is not None:
                 copies[b] = copies[b] if b in copies else b.clone()
-                found[before + name] = copies[b]
-    return found
+                places.append((inner._buffers, name, b, copies[b]))
+    try:
+        for table, name, _, other in places:
+            table[name] = other
+        yield
+    finally:
+        for table, name, own, _ in places:
+            table[name] = own

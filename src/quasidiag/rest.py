@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
+from quasidiag import kernels
 from quasidiag.directions import before_way, gathered
 
 if TYPE_CHECKING:
@@ -91,17 +92,32 @@ def lead_(optimizer: Riemannian) -> None:
 
     As ``data``: graphs of the parameters at rest (a penalty on weights, say) may be waiting for the same backward pass.
     """
-    data, states = _data(optimizer, ahead=False)
-    if not data:
+    found = _of(optimizer, ahead=False)
+    if not found:
         return
-    for state in _changed(data, states):
-        state["apart"].zero_()
-        state.pop("mark", None)
-    torch._foreach_add_(data, [state["apart"] for state in states])
-    for state in states:
+    for state, same in zip(found.values(), _led_(found)):
         state["ahead"] = True
+        if not same:
+            state.pop("mark", None)
         if not optimizer.averaged:  # but whoever saved this state did
             forget_(state)
+
+
+def _led_(found: dict[Tensor, dict[str, Any]]) -> list[bool]:
+    """Parameters move by how far they are apart, which is nothing for those that are not as they were left: which are."""
+    states, aparts = [*found.values()], [state["apart"] for state in found.values()]
+    allowed = [ROUNDING if state.pop("loaded", False) else 0.0 for state in states]
+    if all(p.is_cpu for p in found):  # or norms would be waited for one by one
+        same = kernels.lead_([*found], aparts, [float(s["norm"]) for s in states], allowed)
+        if same is not None:
+            return same
+    data = [p.data for p in found]
+    same = _as_left(data, [state["norm"] for state in states], allowed)
+    for e, left in zip(aparts, same):
+        if not left:
+            e.zero_()
+    torch._foreach_add_(data, aparts)
+    return same
 
 
 def places(optimizer: Riemannian) -> dict[Tensor, Tensor]:
@@ -136,11 +152,16 @@ def forget_(state: dict[str, Any]) -> None:
 
 def settle_(optimizer: Riemannian) -> None:
     """Come to rest, :math:`x = z - e`."""
-    data, states = _data(optimizer, ahead=True)
-    if not data:
+    found = _of(optimizer, ahead=True)
+    if not found:
         return
-    torch._foreach_sub_(data, [state["apart"] for state in states])
-    for state, norm in zip(states, torch._foreach_norm(data)):
+    aparts = [state["apart"] for state in found.values()]
+    norms: Sequence[Any] | None = kernels.settle_([*found], aparts)
+    if norms is None:
+        data = [p.data for p in found]
+        torch._foreach_sub_(data, aparts)
+        norms = torch._foreach_norm(data)
+    for state, norm in zip(found.values(), norms):
         state["ahead"], state["norm"] = False, norm
 
 
@@ -154,17 +175,11 @@ def _of(optimizer: Riemannian, ahead: bool) -> dict[Tensor, dict[str, Any]]:
     }
 
 
-def _data(optimizer: Riemannian, ahead: bool) -> tuple[list[Tensor], list[dict[str, Any]]]:
-    found = _of(optimizer, ahead)
-    return [p.data for p in found], [*found.values()]
-
-
-def _changed(data: list[Tensor], states: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Those that are not as they were left. Their norm tells: what is written into ``data`` leaves no other trace."""
-    norms = gathered([*torch._foreach_norm(data), *(state["norm"] for state in states)])
-    now, left = norms.view(2, -1).tolist()
-    allowed = [ROUNDING if state.pop("loaded", False) else 0.0 for state in states]
-    return [s for s, a, b, part in zip(states, now, left, allowed) if not abs(a - b) <= part * b]
+def _as_left(data: Sequence[Tensor], norms: Sequence[Any], allowed: Sequence[float]) -> list[bool]:
+    """Which are as they were. Their norm tells: what is written into ``data`` leaves no other trace."""
+    both = gathered([*torch._foreach_norm([*data]), *map(torch.as_tensor, norms)])
+    now, left = both.view(2, -1).tolist()
+    return [abs(a - b) <= part * b for a, b, part in zip(now, left, allowed)]
 
 
 def loaded_(states: Iterable[dict[str, Any]]) -> None:

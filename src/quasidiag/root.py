@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from quasidiag import kernels
-from quasidiag.reductions import varies
+from quasidiag.reductions import safeguarded, varies
 
 
 class Root(NamedTuple):
@@ -66,8 +66,7 @@ class Root(NamedTuple):
 
     def lengths(self, w: Sequence[Tensor]) -> Tensor:
         r"""The squares of these lengths, unit by unit: :math:`‖A w‖^2`, ``[..., units]``."""
-        found = kernels.lengths(w, *self)
-        return self.coordinates(w).square().sum(-1) if found is None else found
+        return self.coordinates(w).square().sum(-1)
 
     def of(self, layer: int) -> Root:
         """That of one of several layers."""
@@ -87,11 +86,22 @@ def diagonal(m00: Tensor | None, mii: Tensor) -> Root:
     return Root(None if m00 is None else _inverse(m00.sqrt()), None, _inverse(mii.sqrt()))
 
 
-def quasi_diagonal(m00: Tensor, m0i: Tensor, mii: Tensor, shift: Tensor | None) -> Root:
-    """Of moments that were measured from ``shift`` (see :func:`quasidiag.reductions.quasi_diagonal`)."""
-    found = kernels.root(m00, m0i, mii, shift)
+def quasi_diagonal(
+    m00: Tensor,
+    m0i: Tensor,
+    mii: Tensor,
+    shift: Tensor | None,
+    bounds: tuple[float, float, float] | None = None,
+) -> Root:
+    """Of moments that were measured from ``shift`` (see :func:`quasidiag.reductions.quasi_diagonal`).
+
+    With ``bounds``, as :func:`quasidiag.reductions.safeguarded` has them.
+    """
+    found = kernels.root(m00, m0i, mii, shift, bounds)
     if found is not None:
         return Root(*found)
+    if bounds is not None:
+        m00, mii = safeguarded(m00, m0i, mii, *bounds)
     mean = m0i * _inverse(m00).unsqueeze(-1)
     variance = torch.addcmul(mii, mean, m0i, value=-1)
     variance = torch.where(varies(m00, mii, variance, mii, shift), variance, 0.0)

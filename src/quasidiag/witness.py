@@ -16,6 +16,7 @@ FEW = 4
 ROUNDING = 1e-3
 #: A scaler that has come down to less is not noticed: losses have weights of their own.
 LEAST = 2.0
+_LEAST = LEAST * (1 - ROUNDING)
 
 
 class Witness:
@@ -25,11 +26,14 @@ class Witness:
         self._seen: list[tuple[Tensor, Tensor]] = []
         self._shrunk: float | None = None
 
-    def see(self, parameters: Iterable[Tensor]) -> None:
-        """A backward pass is over."""
+    def see(self, parameters: Iterable[Tensor], weights: Iterable[Tensor]) -> None:
+        """A backward pass is over, of losses that have these weights so far. Little as they are, nobody scales them."""
+        self._seen, self._shrunk = [], None
+        weights = [*weights]
+        if all(w.is_cpu for w in weights) and sum(map(float, weights)) < _LEAST:
+            return
         dense = (p for p in parameters if p.grad is not None and not p.grad.is_sparse)
         have = sorted((p for p in dense if p.numel()), key=Tensor.numel)
-        self._seen, self._shrunk = [], None
         if any(not p.is_cpu for p in have):  # to look for zeros would be to wait
             self._seen = [*zip(have, _sizes(have))]
             return
@@ -50,7 +54,7 @@ class Witness:
         Gradients that were clipped are smaller too: by no more than a root of it, they are nothing but clipped. By more
         they may have been divided, and then it was by no more than they shrank.
         """
-        if not LEAST * (1 - ROUNDING) <= total < math.inf:
+        if not _LEAST <= total < math.inf:
             return 1.0
         if self._shrunk is None:  # a step asks several times, and a device is waited for
             self._shrunk = self._compare()

@@ -250,7 +250,7 @@ def test_what_gradients_were_divided_by(shrunk: float, total: float, scale: floa
     p = nn.Parameter(torch.zeros(3))
     p.grad = torch.tensor([1.0, -shrunk, 0.5])
     witness = Witness()
-    witness.see([p])
+    witness.see([p], [torch.tensor(total)])
     p.grad /= shrunk
     assert witness.scale(total) == scale
 

@@ -11,6 +11,7 @@ from torch import Tensor
 from quasidiag import orthogonal, proposal
 from quasidiag.kernels import Wanted, native
 from quasidiag.orthogonal import ENTIRE, POLES
+from quasidiag.proportions import HALF, share
 from quasidiag.root import Root
 
 pytestmark = pytest.mark.skipif(native.library() is None, reason="no C compiler")
@@ -29,15 +30,25 @@ def a_root(kept: str, layers: int, units: int, n: int) -> Root:
     return Root(None if kept == "no bias" else bias, mean if kept == "all" else None, scale)
 
 
-@pytest.mark.parametrize("kept", ["all", "no row", "no bias"])
-def test_lengths(kept: str) -> None:
-    root = a_root(kept, 2, 96, 261)
-    double = Root(*(None if t is None else t.double() for t in root))
-    w = [torch.randn(2, 96), torch.randn(2, 96, 261)][-1 if kept == "no bias" else 0 :]
-    got = native.lengths(w, *root)
-    assert got is not None
-    exact = double.coordinates([t.double() for t in w]).square().sum(-1)
-    torch.testing.assert_close(got.double(), exact, rtol=1e-4, atol=1e-6)
+def doubled(root: Root) -> Root:
+    return Root(*(None if t is None else t.double() for t in root))  # type: ignore[arg-type]
+
+
+def test_lengths() -> None:
+    """Of layers of all kinds at once, and which part of their units take part."""
+    given = []
+    for kept, units, n in [("all", 96, 261), ("no row", 7, 5), ("no bias", 300, 1), ("all", 1, 4)]:
+        w = [torch.randn(units), torch.randn(units, n)][-1 if kept == "no bias" else 0 :]
+        w[-1][0] *= 0.1  # one that is much shorter than usual
+        given.append((w, a_root(kept, 1, units, n).of(0)))
+    zeros = [torch.zeros(5), torch.zeros(5, 6)], a_root("all", 1, 5, 6).of(0)
+    found = native.lengths([*given, zeros], HALF)
+    assert found is not None
+    for (w, root), got in zip(given, found):
+        exact = doubled(root).lengths([t.double() for t in w])
+        assert got.total == pytest.approx(float(exact.sum()), rel=1e-4)
+        assert got.share == pytest.approx(float(share(exact)), rel=1e-4)
+    assert found[-1] == (0.0, 1.0)
 
 
 SHAPES = [(1, 8, 8), (2, 30, 50), (2, 1, 70), (1, 70, 1), (3, 41, 9), (1, 257, 300), (1, 300, 257)]
@@ -63,7 +74,7 @@ def at_once(root: Root, v: list[Tensor]) -> list[Tensor] | None:
 
 def exactly(v: list[Tensor], root: Root) -> list[Tensor]:
     """By the plain code, in float64."""
-    double = Root(*(None if t is None else t.double() for t in root))
+    double = doubled(root)
     u = orthogonal.factor(double.gradient([t.double() for t in v]))
     return double.step(u)
 

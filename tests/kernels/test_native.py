@@ -297,23 +297,25 @@ def test_threads_change_no_bit(threads: int) -> None:
     assert all(torch.equal(x, y) for x, y in zip(*found, strict=True))
 
 
+@pytest.mark.parametrize("bounds", [None, (0.1, 0.2, 0.3)])
 @pytest.mark.parametrize("shifted", [True, False])
-def test_root(shifted: bool) -> None:
+def test_root(shifted: bool, bounds: tuple[float, float, float] | None) -> None:
     layers = [block(seed, shifted) for seed in range(2)]
     m00, m0i, mii, shift = (
         torch.stack([b[key] for b in layers]) for key in ("m00", "m0i", "mii", "shift")
     )
     where = shift.unsqueeze(1) if shifted else None
-    got = native.root(m00, m0i, mii, where)
+    got = native.root(m00, m0i, mii, where, bounds)
     exact = None if where is None else where.double()
-    want = quasi_diagonal(m00.double(), m0i.double(), mii.double(), exact)
+    want = quasi_diagonal(m00.double(), m0i.double(), mii.double(), exact, bounds)
     assert got is not None
     for found, expected in zip(got, want, strict=True):
         assert expected is not None
         part = slice(4, None) if expected.dim() == 3 else slice(None)  # input 3 varies by rounding
         close = {"rtol": 2e-3, "atol": 1e-5}
         torch.testing.assert_close(found.double()[..., part], expected[..., part], **close)
-    assert not got[2][:, 5].any() and (not shifted or not got[2][..., 3].any())
+    if bounds is None:
+        assert not got[2][:, 5].any() and (not shifted or not got[2][..., 3].any())
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])

@@ -18,7 +18,7 @@ from quasidiag import moments
 from quasidiag.kernels import gpu, native
 from quasidiag.kernels.rule import Rule
 from quasidiag.kernels.squares import Squares
-from quasidiag.kernels.wanted import Found, Wanted
+from quasidiag.kernels.wanted import Found, Lengths, Wanted
 from quasidiag.moments import Moments
 
 Tensors = Sequence[Tensor]
@@ -126,15 +126,21 @@ def weaken_(w: Tensor, slope: Tensor) -> None:
 
 
 def root(
-    m00: Tensor, m0i: Tensor, mii: Tensor, shift: Tensor | None
+    m00: Tensor,
+    m0i: Tensor,
+    mii: Tensor,
+    shift: Tensor | None,
+    bounds: tuple[float, float, float] | None,
 ) -> tuple[Tensor, Tensor, Tensor] | None:
     """``root.quasi_diagonal``, or ``None`` where no kernel can."""
-    return None if mii.is_cuda else native.root(m00, m0i, mii, shift)
+    return None if mii.is_cuda else native.root(m00, m0i, mii, shift, bounds)
 
 
-def lengths(w: Tensors, bias: Tensor | None, mean: Tensor | None, scale: Tensor) -> Tensor | None:
-    """``Root.lengths``, or ``None`` where no kernel can."""
-    return None if scale.is_cuda else native.lengths(w, bias, mean, scale)
+def lengths(
+    layers: Sequence[tuple[Tensors, Sequence[Tensor | None]]], half: float
+) -> list[Lengths] | None:
+    """The lengths of layers' steps, ``[units(, inputs)]``, by their roots, or ``None`` where no kernel can."""
+    return native.lengths(layers, half)
 
 
 def directions(
@@ -163,6 +169,18 @@ def move_(
     return _written(native.move_(thetas, ws, by, aparts, keep, ways), {"thetas": thetas})
 
 
+def settle_(thetas: Tensors, aparts: Tensors) -> list[float] | None:
+    """That of :func:`quasidiag.rest.settle_`, with the norms of where parameters have come to rest."""
+    return native.settle_(thetas, aparts)
+
+
+def lead_(
+    thetas: Tensors, aparts: Tensors, norms: Sequence[float], allowed: Sequence[float]
+) -> list[bool] | None:
+    """That of :func:`quasidiag.rest.lead_`, with whether parameters are as they were left."""
+    return native.lead_(thetas, aparts, norms, allowed)
+
+
 def finite(tensors: Sequence[Any]) -> bool | None:
     """Whether all numbers are finite, or ``None`` where no kernel can say (or it is not tensors)."""
     return native.finite(tensors)
@@ -170,6 +188,7 @@ def finite(tensors: Sequence[Any]) -> bool | None:
 
 __all__ = [
     "Found",
+    "Lengths",
     "Rule",
     "Squares",
     "Wanted",
@@ -179,10 +198,12 @@ __all__ = [
     "diagonal",
     "directions",
     "finite",
+    "lead_",
     "lengths",
     "move_",
     "quasi_diagonal",
     "root",
+    "settle_",
     "square",
     "squares",
     "weaken_",

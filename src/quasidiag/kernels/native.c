@@ -1,12 +1,13 @@
 /* The elementwise work of a step on a CPU, each in one pass over memory.
  *
  * Compiled at first use by native.py; the oracles are quasidiag.reductions, quasidiag.moments, quasidiag.root,
- * quasidiag.proposal and quasidiag.moving.
+ * quasidiag.proportions, quasidiag.proposal, quasidiag.moving and quasidiag.rest.
  * Rows are shared among the threads that torch is allowed.
  */
 #include <math.h>
 #include <stdint.h>
 #include <stdlib.h>
+#include <string.h>
 
 #include "native.h"
 
@@ -117,53 +118,198 @@ void qd_move(int64_t count, const int64_t *sizes, float *const *thetas, float *c
     }
 }
 
-/* The root of a metric (quasidiag.root.quasi_diagonal), of `units` units in every layer, each with a shift of its own. */
-void qd_root(int64_t rows, int64_t n, int64_t units, const float *m00, const float *m0i, const float *mii,
-             const float *shift, float *bias, float *mean, float *scale, int threads) {
+static double squares(int64_t n, const float *x) {
+    float sum = 0;
+#pragma omp simd reduction(+ : sum)
+    for (int64_t i = 0; i < n; i++) sum += x[i] * x[i];
+    return sum;
+}
+
+static double norm(int64_t chunks, const double *sums) {
+    double sum = 0;
+    for (int64_t i = 0; i < chunks; i++) sum += sums[i];
+    return sqrt(sum);
+}
+
+static int64_t most_chunks(int64_t count, const int64_t *sizes) {
+    int64_t most = 0;
+    for (int64_t k = 0; k < count; k++) most = sizes[k] > most ? sizes[k] : most;
+    return parts(most, CHUNK);
+}
+
+/* theta <- theta - apart of several arrays, and the norms that they have then (rest.settle_). 0 if there is no room. */
+int qd_settle(int64_t count, const int64_t *sizes, float *const *thetas, const float *const *aparts, double *norms,
+              int threads) {
+    room *mine = borrow(2 * most_chunks(count, sizes));
+    if (!mine) return 0;
+    double *sums = (double *)mine->numbers;
+#pragma omp parallel num_threads(worth(total(count, sizes), threads))
+    for (int64_t k = 0; k < count; k++) {
+        const float *apart = aparts[k];
+        float *theta = thetas[k];
+#pragma omp for schedule(static)
+        for (int64_t start = 0; start < sizes[k]; start += CHUNK) {
+            const int64_t last = least(start + CHUNK, sizes[k]);
+#pragma omp simd
+            for (int64_t i = start; i < last; i++) theta[i] -= apart[i];
+            sums[start / CHUNK] = squares(last - start, theta + start);
+        }
+#pragma omp single
+        norms[k] = norm(parts(sizes[k], CHUNK), sums);
+    }
+    give_back(mine);
+    return 1;
+}
+
+/* theta <- theta + apart; but apart <- 0 where theta has not the norm that it had, but for that part (rest.lead_). The norms
+ * are then NaN. 0 if there is no room. */
+int qd_lead(int64_t count, const int64_t *sizes, float *const *thetas, float *const *aparts, double *norms,
+            const float *allowed, int threads) {
+    room *mine = borrow(2 * most_chunks(count, sizes));
+    if (!mine) return 0;
+    double *sums = (double *)mine->numbers;
+#pragma omp parallel num_threads(worth(total(count, sizes), threads))
+    for (int64_t k = 0; k < count; k++) {
+        float *theta = thetas[k], *apart = aparts[k];
+#pragma omp for schedule(static)
+        for (int64_t start = 0; start < sizes[k]; start += CHUNK)
+            sums[start / CHUNK] = squares(least(CHUNK, sizes[k] - start), theta + start);
+#pragma omp single
+        if (!(fabs(norm(parts(sizes[k], CHUNK), sums) - norms[k]) <= allowed[k] * norms[k])) norms[k] = NAN;
+        const int same = norms[k] == norms[k];
+#pragma omp for schedule(static)
+        for (int64_t start = 0; start < sizes[k]; start += CHUNK) {
+            const int64_t last = least(start + CHUNK, sizes[k]);
+            if (same)
+#pragma omp simd
+                for (int64_t i = start; i < last; i++) theta[i] += apart[i];
+            else
+                memset(apart + start, 0, (last - start) * sizeof(float));
+        }
+    }
+    give_back(mine);
+    return 1;
+}
+
+/* The variance of input i of a unit (quasidiag.root). */
+static inline float variance_of(float m0i, float mii, float inverse) { return mii - m0i * inverse * m0i; }
+
+static double mean(int64_t n, const float *x) {
+    double sum = 0;
+    for (int64_t i = 0; i < n; i++) sum += x[i];
+    return sum / n;
+}
+
+/* The root of a metric (quasidiag.root.quasi_diagonal), of `units` units in every layer, each with a shift of its own. With
+ * `bounds`, as reductions.safeguarded has them, or NULL. 0 if there is no room. */
+int qd_root(int64_t rows, int64_t n, int64_t units, const float *m00, const float *m0i, const float *mii,
+            const float *shift, const float *bounds, float *bias, float *mu, float *scale, int threads) {
+    room *mine = borrow(2 * rows);
+    if (!mine) return 0;
+    float *first = mine->numbers, *more = first + rows; /* of each unit: m00, and what its variances grow by */
+    for (int64_t k = 0; k < rows; k += units) {
+        const float dead = bounds ? bounds[2] * (float)mean(units, m00 + k) : 0;
+        for (int64_t i = k; i < k + units; i++) first[i] = m00[i] + dead;
+    }
 #pragma omp parallel num_threads(worth(rows * n, threads))
     {
         const unsigned before = flush_denormals();
+        if (bounds) {
+#pragma omp for schedule(static)
+            for (int64_t k = 0; k < rows; k++) {
+                const float *row = m0i + k * n, *square = mii + k * n, inverse = first[k] > 0 ? 1 / first[k] : 0;
+                float sum = 0;
+#pragma omp simd reduction(+ : sum)
+                for (int64_t i = 0; i < n; i++) {
+                    const float variance = variance_of(row[i], square[i], inverse);
+                    sum += variance > 0 ? variance : 0;
+                }
+                more[k] = sum / n;
+            }
+#pragma omp single
+            for (int64_t k = 0; k < rows; k += units) {
+                const float layer = bounds[1] * (float)mean(units, more + k);
+                for (int64_t i = k; i < k + units; i++) more[i] = bounds[0] * more[i] + layer;
+            }
+        }
 #pragma omp for schedule(static)
         for (int64_t k = 0; k < rows; k++) {
-            const float *row = m0i + k * n, *square = mii + k * n, *c = shift ? shift + k / units * n : NULL;
-            const float inverse = m00[k] > 0 ? 1 / m00[k] : 0;
-            float *mu = mean + k * n, *s = scale + k * n;
-            bias[k] = m00[k] > 0 ? 1 / sqrtf(m00[k]) : 0;
+            const float *row = m0i + k * n, *from = mii + k * n, *c = shift ? shift + k / units * n : NULL;
+            const float inverse = first[k] > 0 ? 1 / first[k] : 0, plus = bounds ? more[k] : 0;
+            float *at = mu + k * n, *s = scale + k * n;
+            bias[k] = first[k] > 0 ? 1 / sqrtf(first[k]) : 0;
 #pragma omp simd
             for (int64_t i = 0; i < n; i++) {
-                const float at = row[i] * inverse, variance = square[i] - at * row[i], uc = c ? UNIT * c[i] : 0;
-                const int alive = (variance > UNIT * square[i]) & ((c == NULL) | (square[i] > m00[k] * (uc * uc)));
-                mu[i] = c ? at + c[i] : at;
+                const float square = from[i] + plus, variance = variance_of(row[i], square, inverse);
+                const float uc = c ? UNIT * c[i] : 0;
+                const int alive = (variance > UNIT * square) & ((c == NULL) | (square > first[k] * (uc * uc)));
+                at[i] = row[i] * inverse + (c ? c[i] : 0);
                 s[i] = alive ? 1 / sqrtf(variance) : 0;
             }
         }
         restore(before);
     }
+    give_back(mine);
+    return 1;
 }
 
-/* The squared length of every unit's w in the metric, |A w|^2. */
-void qd_lengths(int64_t rows, int64_t n, const float *w0, const float *wi, const float *bias, const float *mean,
-                const float *scale, float *lengths, int threads) {
-#pragma omp parallel num_threads(worth(rows * n, threads))
+/* A layer whose steps are measured; native.py has the same. What it does not have is NULL. */
+typedef struct {
+    int64_t units, n;
+    const float *w0, *wi, *bias, *mean, *scale;
+    double total, share; /* of the squared lengths of its units: their sum, and proportions.share */
+} measured;
+
+/* The squared length of unit k's step in the metric, |A w|^2. */
+static float squared(const measured *of, int64_t k) {
+    const int64_t n = of->n;
+    const float *w = of->wi + k * n, *mu = of->mean ? of->mean + k * n : NULL, *s = of->scale + k * n;
+    float sum = 0, along = 0;
+#pragma omp simd reduction(+ : sum)
+    for (int64_t i = 0; i < n; i++) {
+        const float u = s[i] > 0 ? w[i] / s[i] : 0.0f;
+        sum += u * u;
+    }
+    if (mu)
+#pragma omp simd reduction(+ : along)
+        for (int64_t i = 0; i < n; i++) along += mu[i] * w[i];
+    const float u0 = of->bias && of->bias[k] > 0 ? (of->w0[k] + along) / of->bias[k] : 0.0f;
+    return sum + u0 * u0;
+}
+
+/* The part of units that take part in a step, given their squared lengths and those of one that is half as long as usual. */
+static double share(int64_t units, const float *lengths, double half) {
+    double sum = 0;
+    for (int64_t i = 0; i < units; i++) {
+        const double part = lengths[i] / half;
+        sum += part < 1 ? part : 1; /* and 1 where it is not a number */
+    }
+    return sum / units;
+}
+
+/* Measures all layers; `half` is proportions.HALF. 0 if there is no room. */
+int qd_lengths(int64_t count, measured *layers, double half, int threads) {
+    int64_t units = 0, numbers = 0;
+    for (int64_t k = 0; k < count; units += layers[k].units, k++) numbers += layers[k].units * layers[k].n;
+    room *mine = borrow(units);
+    if (!mine) return 0;
+#pragma omp parallel num_threads(worth(numbers, threads))
     {
         const unsigned before = flush_denormals();
-#pragma omp for schedule(static)
-        for (int64_t k = 0; k < rows; k++) {
-            const float *w = wi + k * n, *mu = mean ? mean + k * n : NULL, *s = scale + k * n;
-            float sum = 0, along = 0;
-#pragma omp simd reduction(+ : sum)
-            for (int64_t i = 0; i < n; i++) {
-                const float u = s[i] > 0 ? w[i] / s[i] : 0.0f;
-                sum += u * u;
-            }
-            if (mu)
-#pragma omp simd reduction(+ : along)
-                for (int64_t i = 0; i < n; i++) along += mu[i] * w[i];
-            const float u0 = bias && bias[k] > 0 ? (w0[k] + along) / bias[k] : 0.0f;
-            lengths[k] = sum + u0 * u0;
-        }
+        float *lengths = mine->numbers;
+        for (const measured *of = layers; of < layers + count; lengths += of->units, of++)
+#pragma omp for schedule(static) nowait
+            for (int64_t k = 0; k < of->units; k++) lengths[k] = squared(of, k);
         restore(before);
     }
+    float *lengths = mine->numbers;
+    for (measured *of = layers; of < layers + count; lengths += of->units, of++) {
+        const double usual = mean(of->units, lengths);
+        of->total = usual * of->units;
+        of->share = share(of->units, lengths, half * usual);
+    }
+    give_back(mine);
+    return 1;
 }
 
 /* out <- (scale delta)^2, or out + that; below `smallest` it counts as zero (moments.square). */

@@ -12,6 +12,7 @@ from __future__ import annotations
 import ctypes
 import functools
 import hashlib
+import math
 import os
 import platform
 import shutil
@@ -26,7 +27,7 @@ from torch import Tensor
 
 from quasidiag.kernels.rule import Rule
 from quasidiag.kernels.squares import Squares
-from quasidiag.kernels.wanted import Found, Wanted
+from quasidiag.kernels.wanted import Found, Lengths, Wanted
 from quasidiag.moments import Moments, smallest
 
 SOURCES = "native", "orthogonal", "direction", "products"
@@ -62,18 +63,28 @@ class _Alike(ctypes.Structure):
     ]
 
 
+class _Measured(ctypes.Structure):
+    _fields_ = [
+        *((name, _SIZE) for name in ("units", "n")),
+        *((name, _POINTER) for name in ("w0", "wi", "bias", "mean", "scale")),
+        *((name, ctypes.c_double) for name in ("total", "share")),
+    ]
+
+
 #: The arguments of each function; the number of threads follows.
 _SIGNATURES: dict[str, list[Any]] = {
     "qd_quasi_diagonal": [_SIZE, _SIZE, *[_POINTER] * 6, _FLAG, *[_POINTER] * 6, _Rule],
     "qd_diagonal": [_SIZE, *[_POINTER] * 6, _Rule],
     "qd_average": [_SIZE, *[_POINTER] * 5, _FLOAT],
     "qd_move": [_SIZE, *[_POINTER] * 5, _FLOAT, _FLOAT],
+    "qd_settle": [_SIZE, *[_POINTER] * 4],
+    "qd_lead": [_SIZE, *[_POINTER] * 5],
     "qd_square": [_SIZE, _POINTER, _FLOAT, _FLOAT, _FLAG, _POINTER],
     "qd_weaken": [_SIZE, _POINTER, _FLOAT, _POINTER],
     "qd_centre": [_SIZE, _SIZE, *[_POINTER] * 4],
     "qd_finite": [_SIZE, *[_POINTER] * 3],
-    "qd_root": [_SIZE, _SIZE, _SIZE, *[_POINTER] * 7],
-    "qd_lengths": [_SIZE, _SIZE, *[_POINTER] * 6],
+    "qd_root": [_SIZE, _SIZE, _SIZE, *[_POINTER] * 8],
+    "qd_lengths": [_SIZE, _POINTER, ctypes.c_double],
     "qd_directions": [_SIZE, _POINTER, _FLOAT, _POINTER, _POINTER, _SIZE],
     "qd_products": [_SIZE, _SIZE, _SIZE, *[_POINTER] * 6, *[_FLOAT] * 4, *[_POINTER] * 4, _Rule],
 }
@@ -240,6 +251,31 @@ def move_(
     return True
 
 
+def settle_(thetas: Sequence[Tensor], aparts: Sequence[Tensor]) -> list[float] | None:
+    """``θ ← θ - apart``, and the norms that they have then."""
+    if not (dense(*thetas, *aparts) and _fit(aparts, thetas)):
+        return None
+    norms = (ctypes.c_double * len(thetas))()
+    sizes, lists = [e.numel() for e in aparts], map(_pointers, (thetas, aparts))
+    return [*norms] if _call("qd_settle", len(sizes), _sizes(sizes), *lists, norms) else None
+
+
+def lead_(
+    thetas: Sequence[Tensor],
+    aparts: Sequence[Tensor],
+    norms: Sequence[float],
+    allowed: Sequence[float],
+) -> list[bool] | None:
+    """``θ ← θ + apart``, but ``apart ← 0`` where θ's norm is not what it was; whether it is."""
+    if not (dense(*thetas, *aparts) and _fit(aparts, thetas)):
+        return None
+    were = (ctypes.c_double * len(norms))(*norms)
+    sizes, lists = [e.numel() for e in aparts], map(_pointers, (thetas, aparts))
+    if not _call("qd_lead", len(sizes), _sizes(sizes), *lists, were, _numbers(allowed)):
+        return None
+    return [not math.isnan(norm) for norm in were]
+
+
 def _fit(tensors: Sequence[Tensor], *others: Sequence[Tensor | None]) -> bool:
     """Whether all have the same shapes; who has given a parameter another one is told by the plain code."""
     shapes = [t.shape for t in tensors]
@@ -295,7 +331,11 @@ def products_(
 
 
 def root(
-    m00: Tensor, m0i: Tensor, mii: Tensor, shift: Tensor | None
+    m00: Tensor,
+    m0i: Tensor,
+    mii: Tensor,
+    shift: Tensor | None,
+    bounds: tuple[float, float, float] | None,
 ) -> tuple[Tensor, Tensor, Tensor] | None:
     """``root.quasi_diagonal``, of ``mii: [..., units, n]``."""
     if not mii.numel() or not dense(m00, m0i, mii, shift):
@@ -303,21 +343,26 @@ def root(
     units, n = mii.shape[-2:]
     assert shift is None or shift.numel() * units == mii.numel()
     found = torch.empty_like(m00), torch.empty_like(mii), torch.empty_like(mii)
-    _call("qd_root", m00.numel(), n, units, *map(_pointer, (m00, m0i, mii, shift, *found)))
-    return found
+    given = *map(_pointer, (m00, m0i, mii, shift)), bounds and _floats(bounds)
+    done = _call("qd_root", m00.numel(), n, units, *given, *map(_pointer, found))
+    return found if done else None
 
 
 def lengths(
-    w: Sequence[Tensor], bias: Tensor | None, mean: Tensor | None, scale: Tensor
-) -> Tensor | None:
-    """``Root.lengths``."""
-    if not scale.numel() or not dense(*w, bias, mean, scale):
+    layers: Sequence[tuple[Sequence[Tensor], Sequence[Tensor | None]]], half: float
+) -> list[Lengths] | None:
+    """``Root.lengths`` of the steps of layers, each with its root: their sum, and ``proportions.share``."""
+    if not all(w[-1].numel() and dense(*w, *root) for w, root in layers):
         return None
-    n, found = scale.shape[-1], scale.new_empty(scale.shape[:-1])
-    w0 = None if bias is None else w[0]
-    numbers = map(_pointer, (w0, w[-1], bias, mean, scale, found))
-    _call("qd_lengths", found.numel(), n, *numbers)
-    return found
+    every = (_Measured * len(layers))(*(_measured(w, root) for w, root in layers))
+    if not _call("qd_lengths", len(layers), ctypes.addressof(every), half):
+        return None
+    return [Lengths(layer.total, layer.share) for layer in every]
+
+
+def _measured(w: Sequence[Tensor], root: Sequence[Tensor | None]) -> _Measured:
+    bias = w[0] if len(w) > 1 else None
+    return _Measured(*w[-1].shape, *map(_pointer, (bias, w[-1], *root)))
 
 
 def directions(

@@ -1,4 +1,4 @@
-"""What a kernel is asked for when it is asked for directions, and what it finds."""
+"""What kernels are asked for when they are asked for directions, and what they find."""
 
 from __future__ import annotations
 
@@ -31,3 +31,10 @@ class Found(NamedTuple):
 
     steps: list[Tensor]
     slope: float
+
+
+class Lengths(NamedTuple):
+    """Of the squared lengths of a layer's units: their sum, and which part of them take part."""
+
+    total: float
+    share: float

@@ -169,11 +169,16 @@ class Surroundings:
         """As it was then."""
         with contextlib.ExitStack() as stack:
             stack.enter_context(torch.enable_grad())
-            stack.enter_context(torch.autocast(self.kind, self.dtype, enabled=self.autocast))
+            if self.autocast or torch.is_autocast_enabled(self.kind):
+                autocast = torch.autocast(self.kind, self.dtype, enabled=self.autocast)
+                stack.enter_context(autocast)
             if self.cpu is not None:
-                stack.enter_context(torch.random.fork_rng(self.devices))
+                stack.callback(torch.set_rng_state, torch.get_rng_state())
                 torch.set_rng_state(self.cpu)
                 for device, state in zip(self.devices, self.cuda):
+                    stack.callback(
+                        torch.cuda.set_rng_state, torch.cuda.get_rng_state(device), device
+                    )
                     torch.cuda.set_rng_state(state, device)
             if self.foreign:
                 for put_back, now in _foreign():
