@@ -213,7 +213,7 @@ def descend_(optimizer: Riemannian, model: QuadraticModel, measures: bool) -> No
         best["own"] = float(part > 0)
     for name, u in named.items():
         if best[name]:  # one that does not move may not be finite
-            move_(optimizer, u, best[name])
+            move_(optimizer, u, best[name], settles=name != "own")  # its bounds come first
     if measures:
         report.falls, report.extent = _slopes(optimizer, gradient), factor * report.damped
     report.alpha, report.other = (-best.get(name, 0.0) for name in ("new", "other"))

@@ -15,24 +15,33 @@ if TYPE_CHECKING:
     from quasidiag.optimizer import Riemannian
 
 
-def move_(optimizer: Riemannian, direction: dict[Tensor, Tensor], by: float) -> None:
+def move_(
+    optimizer: Riemannian, direction: dict[Tensor, Tensor], by: float, settles: bool = False
+) -> None:
     """Move parameters by so many times their direction, which becomes that move.
 
-    It is added to the way since the last measurement, and to how far each is from its place at rest.
+    It is added to the way since the last measurement, and to how far each is from its place at rest. That is where it
+    goes at once if nothing else happens in this step.
     """
     parameters, ws = [*direction], [*direction.values()]
     states = [optimizer.state[p] for p in parameters]
-    aparts, keep = rest.aparts(optimizer, parameters), rest.keep(optimizer)
+    aparts, keep = rest.aparts(optimizer, states, parameters), rest.keep(optimizer)
     ways = [state.get("update") for state in states]
+    settles = settles and all(s["ahead"] for s, e in zip(states, aparts) if e is not None)
     moved = ws
-    if not kernels.move_(parameters, ws, by, aparts, keep, ways):
+    norms = kernels.move_(parameters, ws, by, aparts, keep, ways, settles)
+    if norms is None:
         torch._foreach_mul_(ws, by)
         moved = _moved_(parameters, ws)
         rest.displace_(aparts, moved, keep)
         known = [(way, u) for way, u in zip(ways, moved) if way is not None]
         if known:
             torch._foreach_add_([way for way, _ in known], [u for _, u in known])
-    rest.begin_(optimizer, parameters, moved, keep)
+    elif settles:
+        for state, e, norm in zip(states, aparts, norms):
+            if e is not None:
+                state["ahead"], state["norm"] = False, norm
+    rest.begin_(optimizer, parameters, states, moved, keep)
     fresh = [(state, u) for state, u, way in zip(states, moved, ways) if way is None]
     parts = [u for _, u in fresh if u._base is not None]  # of a stack, which they would keep alive
     copies = iter(torch._foreach_mul(parts, 1.0) if parts else ())

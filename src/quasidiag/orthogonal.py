@@ -257,12 +257,19 @@ def at_once(wanted: Sequence[kernels.Wanted]) -> list[kernels.Found | None]:
     return kernels.directions(wanted, ENTIRE, POLES)
 
 
-def wanted(root: Root, v: Sequence[Tensor]) -> kernels.Wanted:
-    """What a kernel has to know of matrices."""
+def wanted(
+    root: Root,
+    v: Sequence[Tensor],
+    length: float = 1.0,
+    gradients: Sequence[Tensor] = (),
+    new: float = 1.0,
+    factor: float = 1.0,
+) -> kernels.Wanted:
+    """What a kernel has to know of matrices, for steps so many times as long."""
     units, inputs = root.scale.shape[-2], root.scale.shape[-1] + len(v) - 1
-    if _wide(units, inputs):
-        return kernels.Wanted(v, root, _groups(units), FADED, 1.0)
-    return kernels.Wanted(v, root, 1, 0.0, _length(units, inputs))
+    groups, shortest = (_groups(units), FADED) if _wide(units, inputs) else (1, 0.0)
+    by = length if shortest else length * _length(units, inputs)
+    return kernels.Wanted(v, root, groups, shortest, by, gradients, new, factor)
 
 
 def _of_length(u: Tensor, units: int) -> Tensor:

@@ -81,7 +81,7 @@ def measured(
     """How long layers' steps are in the metric, or weights alone, where one call of a kernel finds that for all."""
     if any(isinstance(stack, Alone) for stack in stacks):
         return None
-    roots = {b: root for stack in stacks for b, root in zip(stack.blocks, stack.roots(state))}
+    roots = {block: root for stack in stacks for block, root in stack.roots_of(state)}
     alone = {
         b: Root(None, None, roots[b].scale) if len(w) == 1 else roots[b] for b, w in rows.items()
     }

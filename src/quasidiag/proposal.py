@@ -82,88 +82,95 @@ def _averaged(
     return found
 
 
+class Moving(NamedTuple):
+    """A layer, those of its parameters that have a gradient, what is kept of them, and their averages' factors."""
+
+    block: DiagonalBlock
+    parameters: list[Tensor]
+    gradients: list[Tensor]
+    states: list[dict[str, Any]]
+    factors: list[float]
+
+    @property
+    def whole(self) -> bool:
+        """Whether all of it moves."""
+        return len(self.parameters) == len(self.block.parameters)
+
+
 def propose(optimizer: Riemannian, gradient: Direction, measures: bool) -> Proposal:
     """The direction *d*, from the averaged gradient. Layers go as far as they did when this was last measured."""
     assert optimizer.auto is not None
-    new, state = 1 / reach(optimizer.auto.steps), optimizer.state
-    every = {block: [p for p in block.parameters if p in gradient] for block in optimizer._blocks}
-    factors: dict[Tensor, float] = {
-        p: _counted(state[p], gradient[p], new) for some in every.values() for p in some
-    }
-    moving = {block: some for block, some in every.items() if some and optimizer._known(block)}
+    new = 1 / reach(optimizer.auto.steps)
+    layers = [_moving(optimizer, block, gradient, new) for block in optimizer._blocks]
+    layers = [layer for layer in layers if layer.parameters]
+    moving = [layer for layer in layers if optimizer._known(layer.block)]
     lengths = None if measures else _lengths(optimizer, moving)
     slope: float | None
-    steps, slope = _at_once(optimizer, gradient, moving, new, factors, lengths)
-    quick = {p for block in steps for p in block.parameters}
-    left = [p for p in factors if p not in quick]
+    steps, slope = _at_once(optimizer, moving, new, lengths)
+    left = [layer for layer in layers if layer.block not in steps]
     if left:
-        given = [state[p] for p in left], [gradient[p] for p in left], new
-        averaged = dict(zip(left, _averaged(*given, [factors[p] for p in left])))
-        slow = {block: some for block, some in moving.items() if block not in steps}
-        others = _steps(optimizer, averaged, slow)
+        averaged = {p: v for layer in left for p, v in zip(layer.parameters, _averages(layer, new))}
+        others = _steps(optimizer, averaged, [x for x in left if optimizer._known(x.block)])
         if lengths is not None:
             _scale_(others, lengths)
         steps, slope = steps | others, None if others else slope
     found = None
     if steps and lengths is None and proportioned(optimizer):
-        lengths, found = _measured(optimizer, {block: steps[block] for block in moving})
+        lengths, found = _measured(optimizer, {x.block: steps[x.block] for x in moving})
         _scale_(steps, lengths)
         slope = None
-    return Proposal({p: w for b in moving for p, w in zip(moving[b], steps[b])}, slope, found)
+    direction = {p: w for x in moving for p, w in zip(x.parameters, steps[x.block])}
+    return Proposal(direction, slope, found)
+
+
+def _moving(optimizer: Riemannian, block: DiagonalBlock, gradient: Direction, new: float) -> Moving:
+    """What is there of a layer, one more gradient counted."""
+    found = [(p, g) for p in block.parameters if (g := gradient.get(p)) is not None]
+    states = [optimizer.state[p] for p, _ in found]
+    factors = [_counted(state, g, new) for state, (_, g) in zip(states, found)]
+    return Moving(block, [p for p, _ in found], [g for _, g in found], states, factors)
+
+
+def _averages(layer: Moving, new: float) -> list[Tensor]:
+    return _averaged(layer.states, layer.gradients, new, layer.factors)
 
 
 def _at_once(
     optimizer: Riemannian,
-    gradient: Direction,
-    moving: Mapping[DiagonalBlock, Sequence[Tensor]],
+    moving: Sequence[Moving],
     new: float,
-    factors: Mapping[Tensor, float],
     lengths: Mapping[DiagonalBlock, float] | None,
 ) -> tuple[Steps, float]:
     """Averages and directions of dense layers in one call, where a kernel can, and the slope along all of them."""
-    state, found, slope = optimizer.state, Steps(), 0.0
+    found, slope = Steps(), 0.0
     if not optimizer.orthogonal:
         return found, slope
-    blocks = [
-        block
-        for block, some in moving.items()
-        if block.plain and block.home.is_cpu and len(some) == len(block.parameters)
-        if len({factors[p] for p in some}) == 1  # or one was frozen for a while
-    ]
-    roots = {
-        block: root
-        for stack in stacks_of(optimizer, blocks)
-        for block, root in zip(stack.blocks, stack.roots(state))
-    }
-    wanted = [
-        orthogonal.wanted(roots[b], [state[p]["average"] for p in b.parameters])._replace(
-            gradients=[gradient[p] for p in b.parameters], new=new, factor=factors[b.home]
-        )
-        for b in blocks
-    ]
-    if lengths is not None:
-        wanted = [x._replace(by=x.by * lengths[block]) for block, x in zip(blocks, wanted)]
-    for block, step in zip(blocks, orthogonal.at_once(wanted)):
+    dense = [x for x in moving if x.block.plain and x.block.home.is_cpu and x.whole]
+    layers = {x.block: x for x in dense if len({*x.factors}) == 1}  # or one was frozen for a while
+    blocks = [(b, r) for s in stacks_of(optimizer, layers) for b, r in s.roots_of(optimizer.state)]
+    wanted = []
+    for block, root in blocks:
+        _, _, gradients, states, factors = layers[block]
+        averages = [state["average"] for state in states]
+        length = 1.0 if lengths is None else lengths[block]
+        wanted.append(orthogonal.wanted(root, averages, length, gradients, new, factors[0]))
+    for (block, _), step in zip(blocks, orthogonal.at_once(wanted)):
         if step is not None:
             found[block] = step.steps
             slope += step.slope
     return found, slope
 
 
-def _steps(
-    optimizer: Riemannian,
-    averaged: Direction,
-    moving: Mapping[DiagonalBlock, Sequence[Tensor]],
-) -> Steps:
+def _steps(optimizer: Riemannian, averaged: Direction, moving: Sequence[Moving]) -> Steps:
     """Those of layers, from their averaged gradients."""
     state, found, rooted = optimizer.state, Steps(), Steps()
-    for block, some in moving.items():
-        dtype, whole = dtype_of(block, state), len(some) == len(block.parameters)
-        given = [along(averaged, p, dtype) for p in block.parameters]
-        if optimizer.orthogonal and whole and not isinstance(block, UnitwiseBlock):
+    for layer in moving:
+        block = layer.block
+        given = [along(averaged, p, dtype_of(block, state)) for p in block.parameters]
+        if optimizer.orthogonal and layer.whole and not isinstance(block, UnitwiseBlock):
             rooted[block] = given
         else:
-            d = _solved(optimizer, block, given, whole)
+            d = _solved(optimizer, block, given, layer.whole)
             found[block] = [w for p, w in zip(block.parameters, d) if p in averaged]
     stacks = stacks_of(optimizer, rooted)
     return found | orthogonal.steps(stacks, state, rooted, optimizer.foreach is not False)
@@ -184,15 +191,13 @@ def proportioned(optimizer: Riemannian) -> bool:
     return optimizer.orthogonal and optimizer.reduction != "unitwise"
 
 
-def _lengths(
-    optimizer: Riemannian, moving: Mapping[DiagonalBlock, Sequence[Tensor]]
-) -> dict[DiagonalBlock, float] | None:
+def _lengths(optimizer: Riemannian, moving: Sequence[Moving]) -> dict[DiagonalBlock, float] | None:
     """How far the layers went when that was last measured; ``None`` if other ones move."""
     assert optimizer.auto is not None
-    if not proportioned(optimizer):
-        return None
     known = optimizer.auto.proportions
-    return dict(zip(moving, known)) if len(known) == len(moving) else None
+    if not proportioned(optimizer) or len(known) != len(moving):
+        return None
+    return {layer.block: length for layer, length in zip(moving, known)}
 
 
 def _measured(

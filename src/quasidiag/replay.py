@@ -18,7 +18,6 @@ from typing import Any
 import torch
 import torch.autograd.forward_ad as forward_ad
 from torch import Tensor, nn
-from torch.func import functional_call
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.hooks import RemovableHandle
 
@@ -310,16 +309,14 @@ class Replay:
 
     def _loss(self, output: Tensor, target: Tensor, parameters: Direction) -> Tensor:
         """On a CPU a part of the samples at a time, each counting for as many terms as it has."""
-        named = self.criterion.named_parameters()
-        own = {name: parameters.get(p, p).detach().double() for name, p in named}
-        for name, b in self.criterion.named_buffers():
-            own[name] = b.to(torch.float64 if b.is_floating_point() else b.dtype, copy=True)
+        own: dict[Tensor, Tensor] = {
+            p: parameters.get(p, p).detach().double() for p in self.criterion.parameters()
+        }
 
         def loss(y: Tensor, t: Tensor) -> Tensor:
             t = t.double() if t.is_floating_point() else t
-            y = y.detach().double()
-            with torch.no_grad():
-                return functional_call(self.criterion, own, (y, t)) if own else self.criterion(y, t)
+            with torch.no_grad(), _standing_in(self.criterion, own, _doubled):
+                return self.criterion(y.detach().double(), t)
 
         rows = AT_ONCE // max(1, output[0].numel())
         if output.is_cuda or not 0 < rows < len(output) == len(target):
@@ -431,7 +428,9 @@ def _plain_kernels() -> Iterator[None]:
 
 
 @contextmanager
-def _standing_in(module: nn.Module, parameters: Direction) -> Iterator[None]:
+def _standing_in(
+    module: nn.Module, parameters: Direction, copy: Callable[[Tensor], Tensor] = Tensor.clone
+) -> Iterator[None]:
     """Other tensors in the place of parameters, and a copy of each buffer, wherever a module has them."""
     copies: dict[Tensor, Tensor] = {}
     places: list[tuple[dict[str, Any], str, Tensor, Tensor]] = []
@@ -441,7 +440,7 @@ def _standing_in(module: nn.Module, parameters: Direction) -> Iterator[None]:
                 places.append((inner._parameters, name, p, parameters[p]))
         for name, b in inner._buffers.items():
             if b is not None:
-                copies[b] = copies[b] if b in copies else b.clone()
+                copies[b] = copies[b] if b in copies else copy(b)
                 places.append((inner._buffers, name, b, copies[b]))
     try:
         for table, name, _, other in places:
@@ -450,3 +449,8 @@ def _standing_in(module: nn.Module, parameters: Direction) -> Iterator[None]:
     finally:
         for table, name, own, _ in places:
             table[name] = own
+
+
+def _doubled(buffer: Tensor) -> Tensor:
+    """A copy in float64, if it is not of integers."""
+    return buffer.to(torch.float64 if buffer.is_floating_point() else buffer.dtype, copy=True)

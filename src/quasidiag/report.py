@@ -15,7 +15,7 @@ STEPS, RISES = 50, (1.2, 2.0)
 ECHOES = -0.1, -0.3
 #: The first step is so much shorter, and so many later none is: long first steps lead to where the loss is sharply
 #: curved, and all that follow must be short.
-FIRST, WARM_UP = 0.4, 40
+FIRST, WARM_UP = 0.5, 40
 #: How much of its average a new echo is, and how large it may be; how much of a step it takes to be heard.
 ECHO, LOUDEST, WHOLE = 0.2, 2.0, 0.7
 #: A minibatch's loss is a surprise if it is above the average of the last ones (each new one counts so much) by so many

@@ -45,10 +45,12 @@ def keep(optimizer: Riemannian) -> float:
     return 1 - 1 / window(optimizer.auto.steps + 1)
 
 
-def aparts(optimizer: Riemannian, parameters: Sequence[Tensor]) -> list[Tensor | None]:
+def aparts(
+    optimizer: Riemannian, states: Sequence[dict[str, Any]], parameters: Sequence[Tensor]
+) -> list[Tensor | None]:
     """How far parameters that a step moves are from rest; ``None`` if they have no other place to be, or stay."""
     still = _still(optimizer)
-    return [None if p in still else optimizer.state[p].get("apart") for p in parameters]
+    return [None if p in still else s.get("apart") for p, s in zip(parameters, states)]
 
 
 def displace_(aparts: Sequence[Tensor | None], moved: Sequence[Tensor], keep: float) -> None:
@@ -60,19 +62,23 @@ def displace_(aparts: Sequence[Tensor | None], moved: Sequence[Tensor], keep: fl
 
 
 def begin_(
-    optimizer: Riemannian, parameters: Sequence[Tensor], moved: Sequence[Tensor], keep: float
+    optimizer: Riemannian,
+    parameters: Sequence[Tensor],
+    states: Sequence[dict[str, Any]],
+    moved: Sequence[Tensor],
+    keep: float,
 ) -> None:
     """Parameters that a step has moved have another place to be from now on.
 
     One of low precision would not find its way back, and has none.
     """
-    fresh = [(p, u) for p, u in zip(parameters, moved) if "apart" not in optimizer.state[p]]
-    if not (fresh and optimizer.averaged and keep):
+    if not (optimizer.averaged and keep):
         return
-    still = _still(optimizer)
-    for p, u in fresh:
+    fresh = [(p, s, u) for p, s, u in zip(parameters, states, moved) if "apart" not in s]
+    still = _still(optimizer) if fresh else ()
+    for p, state, u in fresh:
         if p not in still and p.dtype == u.dtype:
-            optimizer.state[p] |= {"apart": u * keep, "ahead": True}
+            state |= {"apart": u * keep, "ahead": True}
 
 
 def _still(optimizer: Riemannian) -> set[Tensor]:

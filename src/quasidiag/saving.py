@@ -15,6 +15,7 @@ from quasidiag.blocks import DiagonalBlock
 from quasidiag.collect import Collector
 from quasidiag.report import Report
 from quasidiag.sharding import rows_of
+from quasidiag.stacks import Stacks
 from quasidiag.sums import SUMS
 
 #: Of what ``state_dict()`` holds. 0 had no version, no shift and no count of steps.
@@ -83,6 +84,7 @@ class Saved(Optimizer):
         self._count(state_dict.get("steps", self.param_groups[0].get("steps", 0)))
         self._group = {p: group for group in self.param_groups for p in group["params"]}
         self._complete()
+        self._stacks = Stacks()  # they are alike or not by what is kept of them
         rest.loaded_(self.state.values())
         self._restart()
         if state_dict.get("generator") is not None:

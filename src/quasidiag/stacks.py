@@ -25,7 +25,7 @@ class KeptRoot(NamedTuple):
     """The root of a metric, and what it is the root of."""
 
     root: Root
-    each: list[Root]
+    each: list[tuple[DiagonalBlock, Root]]
     moments: list[Tensor]
     of: list[Any]
 
@@ -55,7 +55,7 @@ class Stack:
         """The coordinates in which the metric is the identity matrix."""
         return self._known(state).root
 
-    def roots(self, state: State) -> list[Root]:
+    def roots_of(self, state: State) -> list[tuple[DiagonalBlock, Root]]:
         """The same, layer by layer."""
         return self._known(state).each
 
@@ -69,7 +69,7 @@ class Stack:
         same = kept is not None and all(m is n for m, n in zip(moments, kept.moments))
         if kept is None or not same or kept.of != now:
             root = self.blocks[0].root(self.blocks, state)
-            each = [root.of(i) for i in range(len(self.blocks))]
+            each = [(block, root.of(i)) for i, block in enumerate(self.blocks)]
             kept = self._root = KeptRoot(root, each, moments, now)
         return kept
 
@@ -107,19 +107,24 @@ class Stacks:
 
     def __init__(self) -> None:
         self._kept: dict[tuple[DiagonalBlock, ...], Stack] = {}
-        self._asked: dict[tuple[DiagonalBlock, ...], list[Stack]] = {}
+        #: In this step, and in the one before it.
+        self._asked: dict[Hashable, list[Stack]] = {}
+        self._before: dict[Hashable, list[Stack]] = {}
 
     def of(
         self, blocks: Iterable[DiagonalBlock], state: State, foreach: bool | None = None
     ) -> list[Stack]:
         """These layers, each in one stack: alone, with those that are alike, or so if it is not large (``None``)."""
-        asked = tuple(blocks)
-        if asked not in self._asked:
+        blocks = tuple(blocks)
+        asked = blocks, foreach, *(block.home.device for block in blocks)
+        found = self._asked.get(asked) or self._before.get(asked)
+        if found is None:
             alike: dict[Hashable, list[DiagonalBlock]] = {}
-            for block in asked:
+            for block in blocks:
                 alike.setdefault(_key(block, state, foreach), []).append(block)
-            self._asked[asked] = [self._stack(tuple(group)) for group in alike.values()]
-        return self._asked[asked]
+            found = [self._stack(tuple(group)) for group in alike.values()]
+        self._asked[asked] = found
+        return found
 
     def _stack(self, blocks: tuple[DiagonalBlock, ...]) -> Stack:
         if blocks not in self._kept:
@@ -131,7 +136,8 @@ class Stacks:
         """After a step: let go of what it had no use for. Other layers move by now."""
         if self._asked:
             used = [stack for found in self._asked.values() for stack in found]
-            self._kept, self._asked = {tuple(stack.blocks): stack for stack in used}, {}
+            self._kept = {tuple(stack.blocks): stack for stack in used}
+            self._before, self._asked = self._asked, {}
 
 
 def _key(block: DiagonalBlock, state: State, foreach: bool | None) -> Hashable:

@@ -111,3 +111,58 @@ def test_what_is_kept_of_a_move_is_not_part_of_a_stack() -> None:
     state = optimizer.state[model.weight]
     assert state["update"]._base is None and rest.keep(optimizer) == 0
     torch.testing.assert_close(state["update"], torch.full((80, 70), 0.1))
+
+
+def test_a_move_that_comes_to_rest_at_once(calls: list[str]) -> None:
+    """As the move, and then the rest, to the bit; and it is left as it was from there on."""
+    found = []
+    for settles in (True, False):
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Linear(70, 80), nn.Linear(80, 3))
+        optimizer = qd.Riemannian(model, qd.Gaussian())
+        assert optimizer.auto is not None
+        optimizer.auto.steps = 50
+        with torch.no_grad():
+            for step in range(3):
+                moved = dict(
+                    zip(
+                        model.parameters(), some(step, [tuple(p.shape) for p in model.parameters()])
+                    )
+                )
+                moving.move_(optimizer, moved, 0.1, settles and step > 0)
+                ahead = [optimizer.state[p]["ahead"] for p in model.parameters()]
+                assert not any(ahead) if settles and step > 0 else all(ahead)
+                rest.settle_(optimizer)
+                found.append([p.detach().clone() for p in model.parameters()])
+                found.append([optimizer.state[p]["apart"].clone() for p in model.parameters()])
+                found.append([torch.tensor(optimizer.state[p]["norm"]) for p in model.parameters()])
+                rest.lead_(optimizer)
+                assert all(optimizer.state[p]["apart"].any() for p in model.parameters())
+    half = len(found) // 2
+    for mine, theirs in zip(found[:half], found[half:], strict=True):
+        assert all(torch.equal(x, y) for x, y in zip(mine, theirs, strict=True))
+    assert calls.count("qd_settle") == 4 and calls.count("qd_lead") == 6
+
+
+def test_rest_is_as_by_the_plain_code(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also of parameters that somebody has changed in between, which stay where they were put."""
+    found = []
+    for compiled in (True, False):
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Linear(70, 80), nn.Linear(80, 3))
+        optimizer = qd.Riemannian(model, qd.Gaussian())
+        for p in model.parameters():
+            optimizer.state[p] |= {"apart": torch.randn_like(p), "ahead": True, "mark": 1}
+        with monkeypatch.context() as patch, torch.no_grad():
+            if not compiled:
+                patch.setattr(native, "dense", lambda *tensors: False)
+            rest.settle_(optimizer)
+            model[0].weight.data[3, 5] += 1e-2
+            model[1].bias.data.fill_(torch.nan)
+            rest.lead_(optimizer)
+        states = [optimizer.state[p] for p in model.parameters()]
+        assert ["mark" in s for s in states] == [False, True, True, False]
+        assert [bool(s["apart"].any()) for s in states] == [False, True, True, False]
+        found.append([p.detach().clone() for p in model.parameters()])
+    for x, y in zip(*found, strict=True):
+        torch.testing.assert_close(x, y, rtol=0, atol=0, equal_nan=True)

@@ -164,9 +164,12 @@ def move_(
     aparts: Sequence[Tensor | None],
     keep: float,
     ways: Sequence[Tensor | None],
-) -> bool:
-    """That of :func:`quasidiag.moving.move_`: whether there was one."""
-    return _written(native.move_(thetas, ws, by, aparts, keep, ways), {"thetas": thetas})
+    settles: bool = False,
+) -> list[float] | None:
+    """That of :func:`quasidiag.moving.move_`, and if wanted of :func:`quasidiag.rest.settle_`, with its norms."""
+    norms = native.move_(thetas, ws, by, aparts, keep, ways, settles)
+    _written(norms is not None, {"thetas": thetas})
+    return norms
 
 
 def settle_(thetas: Tensors, aparts: Tensors) -> list[float] | None:

@@ -93,31 +93,6 @@ void qd_average(int64_t count, const int64_t *sizes, float *const *averages, con
     }
 }
 
-/* w <- by w, and theta + w, keep (apart + w) and way + w, each unless it is NULL (moving.move_). */
-void qd_move(int64_t count, const int64_t *sizes, float *const *thetas, float *const *ws, float *const *aparts,
-             float *const *ways, float by, float keep, int threads) {
-#pragma omp parallel num_threads(worth(total(count, sizes), threads))
-    {
-        const unsigned before = flush_denormals();
-        for (int64_t k = 0; k < count; k++) {
-            float *theta = thetas[k], *w = ws[k], *apart = aparts[k], *way = ways[k];
-#pragma omp for schedule(static) /* and wait: parameters may overlap */
-            for (int64_t start = 0; start < sizes[k]; start += CHUNK) {
-                const int64_t last = least(start + CHUNK, sizes[k]);
-#pragma omp simd
-                for (int64_t i = start; i < last; i++) theta[i] += w[i] *= by;
-                if (apart)
-#pragma omp simd
-                    for (int64_t i = start; i < last; i++) apart[i] = keep * (apart[i] + w[i]);
-                if (way)
-#pragma omp simd
-                    for (int64_t i = start; i < last; i++) way[i] += w[i];
-            }
-        }
-        restore(before);
-    }
-}
-
 static double squares(int64_t n, const float *x) {
     float sum = 0;
 #pragma omp simd reduction(+ : sum)
@@ -137,6 +112,48 @@ static int64_t most_chunks(int64_t count, const int64_t *sizes) {
     return parts(most, CHUNK);
 }
 
+/* theta <- theta - apart, and the sum of its squares. */
+static double settle(int64_t n, float *theta, const float *apart) {
+#pragma omp simd
+    for (int64_t i = 0; i < n; i++) theta[i] -= apart[i];
+    return squares(n, theta);
+}
+
+/* w <- by w, and theta + w, keep (apart + w) and way + w, each unless it is NULL (moving.move_). With `norms`, those that
+ * are apart come to rest at once, as in qd_settle. 0 if there is no room. */
+int qd_move(int64_t count, const int64_t *sizes, float *const *thetas, float *const *ws, float *const *aparts,
+            float *const *ways, float by, float keep, double *norms, int threads) {
+    room *mine = borrow(2 * most_chunks(count, sizes));
+    if (!mine) return 0;
+    double *sums = (double *)mine->numbers;
+#pragma omp parallel num_threads(worth(total(count, sizes), threads))
+    {
+        const unsigned before = flush_denormals();
+        for (int64_t k = 0; k < count; k++) {
+            float *theta = thetas[k], *w = ws[k], *apart = aparts[k], *way = ways[k];
+#pragma omp for schedule(static) /* and wait: parameters may overlap */
+            for (int64_t start = 0; start < sizes[k]; start += CHUNK) {
+                const int64_t last = least(start + CHUNK, sizes[k]);
+#pragma omp simd
+                for (int64_t i = start; i < last; i++) theta[i] += w[i] *= by;
+                if (way)
+#pragma omp simd
+                    for (int64_t i = start; i < last; i++) way[i] += w[i];
+                if (apart)
+#pragma omp simd
+                    for (int64_t i = start; i < last; i++) apart[i] = keep * (apart[i] + w[i]);
+                if (apart && norms) sums[start / CHUNK] = settle(last - start, theta + start, apart + start);
+            }
+            if (apart && norms)
+#pragma omp single
+                norms[k] = norm(parts(sizes[k], CHUNK), sums);
+        }
+        restore(before);
+    }
+    give_back(mine);
+    return 1;
+}
+
 /* theta <- theta - apart of several arrays, and the norms that they have then (rest.settle_). 0 if there is no room. */
 int qd_settle(int64_t count, const int64_t *sizes, float *const *thetas, const float *const *aparts, double *norms,
               int threads) {
@@ -149,10 +166,8 @@ int qd_settle(int64_t count, const int64_t *sizes, float *const *thetas, const f
         float *theta = thetas[k];
 #pragma omp for schedule(static)
         for (int64_t start = 0; start < sizes[k]; start += CHUNK) {
-            const int64_t last = least(start + CHUNK, sizes[k]);
-#pragma omp simd
-            for (int64_t i = start; i < last; i++) theta[i] -= apart[i];
-            sums[start / CHUNK] = squares(last - start, theta + start);
+            const int64_t size = least(CHUNK, sizes[k] - start);
+            sums[start / CHUNK] = settle(size, theta + start, apart + start);
         }
 #pragma omp single
         norms[k] = norm(parts(sizes[k], CHUNK), sums);

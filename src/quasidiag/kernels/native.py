@@ -76,7 +76,7 @@ _SIGNATURES: dict[str, list[Any]] = {
     "qd_quasi_diagonal": [_SIZE, _SIZE, *[_POINTER] * 6, _FLAG, *[_POINTER] * 6, _Rule],
     "qd_diagonal": [_SIZE, *[_POINTER] * 6, _Rule],
     "qd_average": [_SIZE, *[_POINTER] * 5, _FLOAT],
-    "qd_move": [_SIZE, *[_POINTER] * 5, _FLOAT, _FLOAT],
+    "qd_move": [_SIZE, *[_POINTER] * 5, _FLOAT, _FLOAT, _POINTER],
     "qd_settle": [_SIZE, *[_POINTER] * 4],
     "qd_lead": [_SIZE, *[_POINTER] * 5],
     "qd_square": [_SIZE, _POINTER, _FLOAT, _FLOAT, _FLAG, _POINTER],
@@ -242,13 +242,19 @@ def move_(
     aparts: Sequence[Tensor | None],
     keep: float,
     ways: Sequence[Tensor | None],
-) -> bool:
-    """``w ← by·w``, ``θ ← θ + w``, ``apart ← keep·(apart + w)`` and ``way ← way + w``."""
+    settles: bool,
+) -> list[float] | None:
+    """``w ← by·w``, ``θ ← θ + w``, ``apart ← keep·(apart + w)`` and ``way ← way + w``; then :func:`settle_` if wanted.
+
+    The norms are those of what has come to rest.
+    """
     if not (dense(*thetas, *ws, *aparts, *ways) and _fit(ws, thetas, aparts, ways)):
-        return False
+        return None
+    norms = (ctypes.c_double * len(ws))() if settles else None
     sizes, lists = [w.numel() for w in ws], map(_pointers, (thetas, ws, aparts, ways))
-    _call("qd_move", len(sizes), _sizes(sizes), *lists, by, keep)
-    return True
+    if not _call("qd_move", len(sizes), _sizes(sizes), *lists, by, keep, norms):
+        return None
+    return [*norms] if norms is not None else [math.nan] * len(ws)
 
 
 def settle_(thetas: Sequence[Tensor], aparts: Sequence[Tensor]) -> list[float] | None:
