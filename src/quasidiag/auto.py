@@ -30,7 +30,7 @@ from quasidiag.blocks import DiagonalBlock
 from quasidiag.directions import Direction, before_way, dot, dots, gathered, mean
 from quasidiag.moving import move_
 from quasidiag.proportions import echoes, further, measured, weights
-from quasidiag.proposal import along, proportioned, propose, ranks_of, stacks_of
+from quasidiag.proposal import Proposal, part_of, proportioned, propose, ranks_of, stacks_of
 from quasidiag.quadratic import QuadraticModel
 from quasidiag.report import WHOLE, Report
 from quasidiag.stacks import in_order
@@ -131,7 +131,7 @@ def lengths(optimizer: Riemannian, directions: Sequence[Direction]) -> Tensor:
     each = _forms(optimizer, _moving(optimizer, directions), directions)
     others = []
     for p, metric in _diagonal(optimizer).items():
-        rows = torch.stack([along(u, p, metric.dtype).flatten() for u in directions])
+        rows = torch.stack([part_of(u, p, metric.dtype).flatten() for u in directions])
         others.append(rows @ (metric.flatten() * rows).T)
     return torch.cat([each, gathered(others)]) if others else each
 
@@ -144,7 +144,7 @@ def _forms(
     if not blocks:
         return torch.zeros(0, k, k, dtype=torch.float64)
     steps = [
-        {b: [along(u, p, dtype_of(b, state)) for p in b.parameters] for b in blocks}
+        {b: [part_of(u, p, dtype_of(b, state)) for p in b.parameters] for b in blocks}
         for u in directions
     ]
     stacks = stacks_of(optimizer, blocks)
@@ -190,19 +190,18 @@ def descend_(optimizer: Riemannian, model: QuadraticModel, measures: bool) -> No
     named = {"new": proposal.direction, "other": other}
     named = {name: u for name, u in named.items() if u}
     known = own(optimizer, gradient)
+    if not all(part == 1 for part in parts):
+        proposal = proposal._replace(slopes={})
     largest = _divide_(optimizer, named, known, parts)
     if measures:
         for p in _way(optimizer):
             del optimizer.state[p]["update"]
         rest.mark_(optimizer)
         steep = float(dot(gradient, known))
-        best = _measure(optimizer, model, gradient, named, proposal.weights, factor, largest, steep)
+        best = _measure(optimizer, model, gradient, named, proposal, factor, largest, steep)
         report.stride, report.parts = 0, parts
     else:
-        whole = proposal.slope is not None and all(part == 1 for part in parts)
-        slopes = {"new": proposal.slope} if whole else {}
-        slopes = {name: slopes.get(name) for name in named}
-        again = model.again(gradient, named, slopes, factor, largest, ranks_of(optimizer))
+        again = model.again(gradient, named, proposal.slopes, factor, largest, ranks_of(optimizer))
         best = dict(zip(named, again))
     if not named and not known:
         return  # all that has a gradient waits for its metric
@@ -310,7 +309,7 @@ def _measure(
     model: QuadraticModel,
     gradient: Direction,
     named: dict[str, dict[Tensor, Tensor]],
-    known: Tensor | None,
+    proposal: Proposal,
     factor: float,
     largest: dict[str, float],
     steep: float,
@@ -324,8 +323,11 @@ def _measure(
     for left in reversed(range(ROUNDS)):
         vars(report).update(vars(before))
         each = lengths(optimizer, [*named.values()])
-        best = model.coefficients(gradient, named, each.sum(0), whole, largest, steep, ranks)
-        excess = _excess(optimizer, _moving(optimizer, [*named.values()]), known, each, best, ranks)
+        along = proposal.slopes if left == ROUNDS - 1 else {}
+        best = model.coefficients(gradient, named, along, each.sum(0), whole, largest, steep, ranks)
+        excess = _excess(
+            optimizer, _moving(optimizer, [*named.values()]), proposal.weights, each, best, ranks
+        )
         if not excess or not left:
             break
         for u in named.values():

@@ -59,3 +59,10 @@ def gathered(numbers: Sequence[Tensor]) -> Tensor:
 def mean(numbers: Tensor, ranks: Any) -> Tensor:
     """Over the ranks, if there are several."""
     return numbers if ranks is None else distributed.mean(numbers, ranks)
+
+
+def means(numbers: Sequence[float], ranks: Any) -> Sequence[float]:
+    """The same of a few numbers."""
+    if ranks is None:
+        return numbers
+    return mean(torch.tensor(numbers, dtype=torch.float64), ranks).tolist()

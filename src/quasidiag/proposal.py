@@ -32,10 +32,13 @@ Steps = dict[DiagonalBlock, list[Tensor]]
 
 
 class Proposal(NamedTuple):
-    """A direction; the slope along it, and the :math:`ρ^2` of the layers that move, where these were found on the way."""
+    """A direction.
+
+    And where these were found on the way, the slope along it, by its name, and the :math:`ρ^2` of the layers that move.
+    """
 
     direction: dict[Tensor, Tensor]
-    slope: float | None
+    slopes: dict[str, float]
     weights: Tensor | None
 
 
@@ -105,22 +108,22 @@ def propose(optimizer: Riemannian, gradient: Direction, measures: bool) -> Propo
     layers = [layer for layer in layers if layer.parameters]
     moving = [layer for layer in layers if optimizer._known(layer.block)]
     lengths = None if measures else _lengths(optimizer, moving)
-    slope: float | None
-    steps, slope = _at_once(optimizer, moving, new, lengths)
+    steps, slopes = _at_once(optimizer, moving, new, lengths)
     left = [layer for layer in layers if layer.block not in steps]
     if left:
         averaged = {p: v for layer in left for p, v in zip(layer.parameters, _averages(layer, new))}
         others = _steps(optimizer, averaged, [x for x in left if optimizer._known(x.block)])
         if lengths is not None:
             _scale_(others, lengths)
-        steps, slope = steps | others, None if others else slope
+        steps |= others
     found = None
     if steps and lengths is None and proportioned(optimizer):
         lengths, found = _measured(optimizer, {x.block: steps[x.block] for x in moving})
         _scale_(steps, lengths)
-        slope = None
+        slopes = {block: slope * lengths[block] for block, slope in slopes.items()}
     direction = {p: w for x in moving for p, w in zip(x.parameters, steps[x.block])}
-    return Proposal(direction, slope, found)
+    whole = {"new": sum(slopes.values())} if len(slopes) == len(steps) else {}
+    return Proposal(direction, whole, found)
 
 
 def _moving(optimizer: Riemannian, block: DiagonalBlock, gradient: Direction, new: float) -> Moving:
@@ -140,11 +143,11 @@ def _at_once(
     moving: Sequence[Moving],
     new: float,
     lengths: Mapping[DiagonalBlock, float] | None,
-) -> tuple[Steps, float]:
-    """Averages and directions of dense layers in one call, where a kernel can, and the slope along all of them."""
-    found, slope = Steps(), 0.0
+) -> tuple[Steps, dict[DiagonalBlock, float]]:
+    """Averages and directions of dense layers in one call, where a kernel can, and the slopes along them."""
+    found, slopes = Steps(), dict[DiagonalBlock, float]()
     if not optimizer.orthogonal:
-        return found, slope
+        return found, slopes
     dense = [x for x in moving if x.block.plain and x.block.home.is_cpu and x.whole]
     layers = {x.block: x for x in dense if len({*x.factors}) == 1}  # or one was frozen for a while
     blocks = [(b, r) for s in stacks_of(optimizer, layers) for b, r in s.roots_of(optimizer.state)]
@@ -156,9 +159,8 @@ def _at_once(
         wanted.append(orthogonal.wanted(root, averages, length, gradients, new, factors[0]))
     for (block, _), step in zip(blocks, orthogonal.at_once(wanted)):
         if step is not None:
-            found[block] = step.steps
-            slope += step.slope
-    return found, slope
+            found[block], slopes[block] = step
+    return found, slopes
 
 
 def _steps(optimizer: Riemannian, averaged: Direction, moving: Sequence[Moving]) -> Steps:
@@ -166,7 +168,7 @@ def _steps(optimizer: Riemannian, averaged: Direction, moving: Sequence[Moving])
     state, found, rooted = optimizer.state, Steps(), Steps()
     for layer in moving:
         block = layer.block
-        given = [along(averaged, p, dtype_of(block, state)) for p in block.parameters]
+        given = [part_of(averaged, p, dtype_of(block, state)) for p in block.parameters]
         if optimizer.orthogonal and layer.whole and not isinstance(block, UnitwiseBlock):
             rooted[block] = given
         else:
@@ -228,7 +230,7 @@ def _scale_(steps: Steps, lengths: Mapping[DiagonalBlock, float]) -> None:
         torch._foreach_mul_([w for w, _ in of], [x for _, x in of])
 
 
-def along(u: Direction, p: Tensor, dtype: torch.dtype) -> Tensor:
+def part_of(u: Direction, p: Tensor, dtype: torch.dtype) -> Tensor:
     """A direction's part in a parameter."""
     found = u.get(p)
     return torch.zeros_like(p, dtype=dtype) if found is None else cast(found, dtype)

@@ -14,11 +14,13 @@ import warnings
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+import numpy as np
+import numpy.typing as npt
 import torch
 from torch import Tensor
 
 from quasidiag import distributed
-from quasidiag.directions import Direction, after_step, before_way, dots, mean
+from quasidiag.directions import Direction, after_step, before_way, dots, mean, means
 from quasidiag.outputs import OutputModel
 from quasidiag.replay import Batch, Replay
 from quasidiag.report import STEPS, Report
@@ -58,17 +60,23 @@ OWN, HALF, EARLY = 0.04, 0.5, 2
 RIDGE = 1e-6
 
 
-def minimiser(linear: Tensor, quadratic: Tensor) -> Tensor:
-    r"""The coefficients *c* that minimise :math:`c·\text{linear} + \tfrac12 c^⊤ \text{quadratic}\, c`, in float64.
+#: A few numbers in float64: of so few, numpy makes less ado than torch.
+Array = npt.NDArray[np.float64]
+TINY = float(np.finfo(np.float64).tiny)
+
+
+def minimiser(linear: Array, quadratic: Array) -> Array:
+    r"""The coefficients *c* that minimise :math:`c·\text{linear} + \tfrac12 c^⊤ \text{quadratic}\, c`.
 
     Zero where the system has no finite solution.
     """
-    scale = quadratic.diagonal().clamp_min(torch.finfo(torch.float64).tiny).rsqrt()
-    system = quadratic * scale * scale.unsqueeze(1)
-    system = system + RIDGE * torch.eye(len(linear), dtype=torch.float64)
-    best, failed = torch.linalg.solve_ex(system, (scale * linear).unsqueeze(1))
-    best = -scale * best.squeeze(1)
-    return torch.zeros_like(best) if failed or not bool(best.isfinite().all()) else best
+    scale = np.maximum(quadratic.diagonal(), TINY) ** -0.5
+    system = quadratic * scale * scale[:, None] + RIDGE * np.eye(len(linear))
+    try:
+        best: Array = -scale * np.linalg.solve(system, scale * linear)
+    except np.linalg.LinAlgError:
+        return np.zeros_like(linear)
+    return best if np.isfinite(best).all() else np.zeros_like(linear)
 
 
 class QuadraticModel:
@@ -87,27 +95,43 @@ class QuadraticModel:
         self,
         gradient: Direction,
         named: Mapping[str, Direction],
-        metric: Tensor,
+        along: Mapping[str, Any],
+        products: Tensor,
         factor: float,
         largest: Mapping[str, float],
         steep: float = 0.0,
         ranks: Any = None,
     ) -> list[float]:
-        r"""The best coefficient of each direction *u*, times ``factor``; ``metric`` has their products :math:`u^⊤ M v`.
+        r"""The best coefficient of each direction *u*, times ``factor``; ``products`` has the :math:`u^⊤ M v` of all.
 
-        Relative to it a direction's own factor, the ``largest`` of its groups', may be smaller. ``steep`` is the slope along
-        the natural gradient of the criterion's own parameters.
+        ``along`` are the slopes as far as they are known. Relative to ``factor`` a direction's own, the ``largest`` of its
+        groups', may be smaller. ``steep`` is the slope along the natural gradient of the criterion's own parameters.
         """
+        with np.errstate(all="ignore"):  # what is not finite is seen to
+            return self._coefficients(
+                gradient, named, along, products, factor, largest, steep, ranks
+            )
+
+    def _coefficients(
+        self,
+        gradient: Direction,
+        named: Mapping[str, Direction],
+        along: Mapping[str, Any],
+        products: Tensor,
+        factor: float,
+        largest: Mapping[str, float],
+        steep: float,
+        ranks: Any,
+    ) -> list[float]:
         names, directions, k = [*named], [*named.values()], len(named)
-        linear = dots(gradient, directions)
-        fisher, slopes = self._fisher(directions)
+        forms, own = self._fisher(directions)
         # g and M are the same on all ranks up to rounding, and no rank may decide otherwise than the others.
-        above = torch.tensor([self.replay.above_least()], dtype=torch.float64)
-        forms = torch.stack([fisher, metric])
-        numbers = mean(torch.cat([linear, slopes, above, forms.flatten()]), ranks)
+        rest = [torch.tensor([self.replay.above_least()], dtype=torch.float64), forms.flatten()]
+        first = torch.tensor(_slopes(gradient, named, along), dtype=torch.float64)
+        numbers = mean(torch.cat([first, own, *rest, products.flatten()]), ranks).numpy()
         linear, slopes, room = numbers[:k], numbers[k : 2 * k], float(numbers[2 * k])
-        fisher, metric = numbers[2 * k + 1 :].view(2, k, k)
-        if not (linear.isfinite().all() and metric.isfinite().all()):
+        fisher, metric = numbers[2 * k + 1 :].reshape(2, k, k)
+        if not (np.isfinite(linear).all() and np.isfinite(metric).all()):
             warnings.warn(
                 "no layer moves in this step: a direction is not finite, or not in the metric. Are inputs or targets "
                 "extremely large or small?",
@@ -116,7 +140,7 @@ class QuadraticModel:
             )
         fisher = self._averaged(names, fisher, metric.diagonal())
         part = self._possible(linear, slopes, fisher, room)
-        factors = torch.tensor([factor * largest[name] for name in names], dtype=torch.float64)
+        factors = np.array([factor * largest[name] for name in names])
         for left in reversed(range(TRIALS + 1)):
             curved = fisher / part
             best = minimiser(linear, curved + self.report.damping * metric)
@@ -127,13 +151,14 @@ class QuadraticModel:
             if tried == 1:
                 break
             part *= tried
-        self._expect(linear @ best, best @ fisher @ best, best @ metric @ best, steep, part)
+        form, length = float(best @ fisher @ best), float(best @ metric @ best)
+        self._expect(float(linear @ best), form, length, steep, part)
         self.report.coefficients = dict(zip(names, best.tolist()))
         self.report.slopes = dict(zip(names, linear.tolist()))
         predicted = float(linear @ step + 0.5 * step @ curved @ step)
         self.report.predicted = predicted - steep * _gain(self.part(factor))
         self.report.length = float(step @ metric @ step)
-        return step.tolist()
+        return [*map(float, step)]
 
     def part(self, factor: float) -> float:
         """That of their natural step which the criterion's own parameters take: damped as the others' step is.
@@ -144,7 +169,7 @@ class QuadraticModel:
         early = EARLY / ((report.steps + 1 + EARLY) * report.warmth)
         return min(max(OWN, early) * factor, HALF) * report.damped
 
-    def _possible(self, linear: Tensor, slopes: Tensor, fisher: Tensor, room: float) -> float:
+    def _possible(self, linear: Array, slopes: Array, fisher: Array, room: float) -> float:
         r"""How much is left of the step without damping if the loss cannot fall by more than ``room``, as its parabola.
 
         The curvature of an output that is saturated, confident and wrong, is next to nothing; for a slope :math:`s` it
@@ -163,7 +188,7 @@ class QuadraticModel:
             report.grasp += report.fresh * (grasp - report.grasp)
         return most / promise if 0 < most < promise else 1.0
 
-    def _much(self, linear: Tensor, curved: Tensor, step: Tensor, room: float) -> bool:
+    def _much(self, linear: Array, curved: Array, step: Array, room: float) -> bool:
         """Whether a step promises so much that its model may be wrong; of another loss besides, nothing is known."""
         promise = -float(linear @ step + 0.5 * step @ curved @ step)
         return LITTLE * room < promise and self.report.besides < 0.5 * self.report.unbounded
@@ -171,9 +196,9 @@ class QuadraticModel:
     def _tried(
         self,
         directions: Sequence[Direction],
-        linear: Tensor,
-        curved: Tensor,
-        step: Tensor,
+        linear: Array,
+        curved: Array,
+        step: Array,
         ranks: Any,
     ) -> float:
         """How much of its model's curvature the loss has along a step, on the minibatch itself; 1 if it falls as promised.
@@ -190,9 +215,9 @@ class QuadraticModel:
 
     def _expect(
         self,
-        slope: Tensor,
-        form: Tensor,
-        length: Tensor,
+        slope: float,
+        form: float,
+        length: float,
         steep: float = 0.0,
         part: float = 1.0,
     ) -> None:
@@ -202,12 +227,12 @@ class QuadraticModel:
         """
         report, weight = self.report, self.report.fresh
         if length > 0:
-            measured = float(form / length)
+            measured = form / length
             report.curvature = measured / part
             most = BOUNDS[2] * report.usual or measured  # more is an outlier's
             report.usual += weight * (min(measured, most) - report.usual)
         before = report.promise
-        report.promise = -0.5 * float(slope) + steep * _gain(self.part(1.0))
+        report.promise = -0.5 * slope + steep * _gain(self.part(1.0))
         if report.promise > 0:
             report.hope += weight * (math.log(report.promise) - report.hope)
             if before > 0:
@@ -218,26 +243,18 @@ class QuadraticModel:
         self,
         gradient: Direction,
         named: Mapping[str, Direction],
-        along: Mapping[str, float | None],
+        along: Mapping[str, Any],
         factor: float,
         largest: Mapping[str, float],
         ranks: Any = None,
     ) -> list[float]:
-        """The coefficients of the last measurement, each smaller by as much as the slope along its direction is.
-
-        Those of slopes that are known are not found again.
-        """
-        fresh = [name for name in named if along[name] is None]
-        found = dict(zip(fresh, dots(gradient, [named[name] for name in fresh]).tolist()))
-        numbers = torch.tensor(
-            [found.get(name, along[name]) for name in named], dtype=torch.float64
-        )
-        slopes = mean(numbers, ranks).tolist()
+        """The coefficients of the last measurement, each smaller by as much as the slope along its direction is."""
+        slopes = means(_slopes(gradient, named, along), ranks)
         if not all(map(math.isfinite, slopes)):
             self.report.steady = False
             return [0.0] * len(slopes)
-        known, length = self.report.slopes, self.report.coefficients
-        parts = [min(max(slope / known[name], 0.0), 1.0) for name, slope in zip(named, slopes)]
+        before, length = self.report.slopes, self.report.coefficients
+        parts = [min(max(slope / before[name], 0.0), 1.0) for name, slope in zip(named, slopes)]
         return [part * length[name] * factor * largest[name] for name, part in zip(named, parts)]
 
     def _fisher(self, directions: Sequence[Direction]) -> tuple[Tensor, Tensor]:
@@ -249,13 +266,13 @@ class QuadraticModel:
             forms, slopes = forms + weight * form, slopes + weight * slope
         return forms, slopes
 
-    def _averaged(self, names: Sequence[str], fisher: Tensor, lengths: Tensor) -> Tensor:
+    def _averaged(self, names: Sequence[str], fisher: Array, lengths: Array) -> Array:
         """The forms of directions of these lengths, from those of unit length, whose averages are kept.
 
         One that is not finite is none, and the average stays as it is.
         """
-        scale = lengths.clamp_min(torch.finfo(torch.float64).tiny).sqrt()
-        scale = scale * scale.unsqueeze(1)
+        scale = np.maximum(lengths, TINY) ** 0.5
+        scale = scale * scale[:, None]
         pairs = [(i, j) for i in range(len(names)) for j in range(i + 1)]
         fresh = {f"{names[i]}, {names[j]}": float(fisher[i, j] / scale[i, j]) for i, j in pairs}
         known = self.report.forms
@@ -265,7 +282,7 @@ class QuadraticModel:
             self.report.forms = kept
         else:
             kept = known if keep else fresh
-        averaged = torch.zeros_like(fisher)
+        averaged = np.zeros_like(fisher)
         for (i, j), form in zip(pairs, kept.values()):
             averaged[i, j] = averaged[j, i] = form * scale[i, j]
         return averaged
@@ -293,16 +310,14 @@ class QuadraticModel:
 
     def size(self, ranks: Any = None) -> tuple[float, float]:
         """This step's samples on the average rank, and its loss: all ranks must come to the same judgement."""
-        numbers = [float(self.replay.samples()), self.replay.loss()]
-        samples, loss = mean(torch.tensor(numbers, dtype=torch.float64), ranks).tolist()
+        samples, loss = means([float(self.replay.samples()), self.replay.loss()], ranks)
         return samples, loss
 
     def content(self, few: int, ranks: Any = None) -> tuple[float, float]:
         """How many terms this step's losses have on all ranks, and if those are few, what tells its data from others."""
-        terms = self.replay.size()
+        terms = float(self.replay.size())
         data = self.replay.fingerprint() if terms < few else 0.0
-        numbers = mean(torch.tensor([terms, data], dtype=torch.float64), ranks)
-        terms, data = (numbers * distributed.size(ranks)).tolist()
+        terms, data = (x * distributed.size(ranks) for x in means([terms, data], ranks))
         return terms, data
 
     def judge(self, update: Direction, ranks: Any = None) -> bool:
@@ -375,6 +390,16 @@ class QuadraticModel:
         high *= (shared / high) ** self.report.common
         usual = self.report.usual
         self.report.damping = min(max(damping, low * usual), max(high * usual, most))
+
+
+def _slopes(
+    gradient: Direction, named: Mapping[str, Direction], along: Mapping[str, Any]
+) -> list[float]:
+    """Those along all directions; the known ones are not found again."""
+    fresh = [name for name in named if along.get(name) is None]
+    found = dots(gradient, [named[name] for name in fresh]).tolist() if fresh else []
+    known = {**along, **dict(zip(fresh, found))}
+    return [known[name] for name in named]
 
 
 def _gain(part: float) -> float:

@@ -39,8 +39,7 @@ def ready(optimizer: Riemannian) -> bool:
             validate.auto_group(group)
     for block in optimizer._blocks:
         if optimizer._started(block):
-            validate.one_device(block)
-            validate.state_device(block, optimizer.state[block.home])
+            validate.one_device(block, optimizer.state[block.home])
     seen = {optimizer._owner[record.module] for record in collector.records} | set(optimizer._sums)
     bad: Any = None if optimizer.capturable else not_finite(optimizer, gradients)
     if exchange is not None:

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
+from types import MappingProxyType
 from typing import Any
 
 from torch import Tensor, nn
@@ -197,14 +198,20 @@ def trainable(parameters: Iterable[Tensor], name: Any) -> None:
             raise TypeError(f"{name(parameter)} is of {parameter.dtype}, which cannot be trained")
 
 
-def one_device(block: Any) -> None:
-    """The parameters of a block lie on one device."""
-    devices = {p.device for p in block.parameters}
-    if len(devices) > 1:
-        names = ", ".join(sorted(map(str, devices)))
+def one_device(block: Any, state: Mapping[str, Any] = MappingProxyType({})) -> None:
+    """The parameters of a block lie on one device, and its metric there as well."""
+    device = block.home.device
+    if any(p.device != device for p in block.parameters):
+        names = ", ".join(sorted({str(p.device) for p in block.parameters}))
         raise ValueError(
             f"the weight and the bias of {block.name} are on different devices ({names}): a "
             "unit's block must be on one"
+        )
+    kept = next((state[key] for key in ("mii", "m00", "block") if key in state), None)
+    if kept is not None and kept.device != device:
+        raise ValueError(
+            f"{block.name} is on {device} and its metric on {kept.device}: move the model before "
+            "making the optimizer, or make a new one and give it this one's state_dict()"
         )
 
 
@@ -214,16 +221,6 @@ def gradients(pairs: Iterable[tuple[Tensor, Tensor]], name: Any) -> None:
         if gradient.is_sparse or gradient.is_complex():
             kind = "sparse" if gradient.is_sparse else "complex"
             raise TypeError(f"{name(parameter)} has a {kind} gradient: make it dense and real")
-
-
-def state_device(block: Any, state: dict[str, Any]) -> None:
-    """A block's metric lies where its parameters are."""
-    for value in state.values():
-        if isinstance(value, Tensor) and value.device != block.home.device and value.dim():
-            raise ValueError(
-                f"{block.name} is on {block.home.device} and its metric on {value.device}: move the model before "
-                "making the optimizer, or make a new one and give it this one's state_dict()"
-            )
 
 
 class Structure:

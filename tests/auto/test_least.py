@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
@@ -123,7 +124,7 @@ def test_what_is_left_of_a_step(room: float, own: float, before: float, part: fl
     """One that promises eight; a loss at its least has nothing to give, and what it has no slope for is another's."""
     model = QuadraticModel.__new__(QuadraticModel)
     model.report = Report(besides=before)
-    slope, form = (torch.tensor(x, dtype=torch.float64) for x in ([-4.0], [[1.0]]))
+    slope, form = (np.array(x) for x in ([-4.0], [[1.0]]))
     assert model._possible(slope, slope * own / -4, form, room) == pytest.approx(part, rel=1e-5)
     besides = before if math.isinf(room) else 8.0 + 2.0 * own
     assert model.report.besides == pytest.approx(besides, abs=1e-4)

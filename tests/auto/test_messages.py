@@ -187,7 +187,7 @@ def test_a_direction_that_is_not_finite_moves_nothing(monkeypatch: pytest.Monkey
     before = [p.detach().clone() for p in model.parameters()]
 
     def lost(optimizer: Any, gradient: dict[Tensor, Tensor], measures: bool) -> Proposal:
-        return Proposal({p: torch.full_like(p, torch.nan) for p in model.parameters()}, None, None)
+        return Proposal({p: torch.full_like(p, torch.nan) for p in model.parameters()}, {}, None)
 
     monkeypatch.setattr(auto, "propose", lost)
     loss(model(torch.randn(8, 4)), torch.randn(8, 2)).backward()

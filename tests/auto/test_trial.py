@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
@@ -43,7 +44,7 @@ def judge(monkeypatch: pytest.MonkeyPatch, now: float, after: float) -> Quadrati
 def test_the_curvature_is_that_of_the_loss(
     now: float, after: float, part: float, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    slope, form, step = (torch.tensor(x, dtype=torch.float64) for x in ([-4.0], [[1.0]], [1.0]))
+    slope, form, step = (np.array(x) for x in ([-4.0], [[1.0]], [1.0]))
     tried = judge(monkeypatch, now, after)._tried([], slope, form, step, None)
     assert tried == pytest.approx(part)
 
@@ -54,7 +55,7 @@ def test_the_curvature_is_that_of_the_loss(
 def test_what_promises_much_is_tried(room: float, besides: float, much: bool) -> None:
     model = QuadraticModel.__new__(QuadraticModel)
     model.report = Report(besides=besides, unbounded=4.0)
-    slope, form, step = (torch.tensor(x, dtype=torch.float64) for x in ([-4.0], [[1.0]], [1.0]))
+    slope, form, step = (np.array(x) for x in ([-4.0], [[1.0]], [1.0]))
     assert model._much(slope, form, step, room) is much
 
 

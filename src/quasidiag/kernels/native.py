@@ -37,7 +37,7 @@ LEAST = 4_096
 #: Matrices of so few rows (or columns) are mostly padding when they are packed. Longer than the second, they are left alone.
 NARROW, LONG = 16, 4_096
 
-_PLAIN = (Tensor, torch.nn.Parameter)
+_PLAIN, _FLOAT32 = (Tensor, torch.nn.Parameter), torch.float32
 _FLAGS = {
     "AVX512": ["-mavx512f", "-mavx512bw", "-mavx512dq", "-mavx512vl", "-mavx2", "-mfma"],
     "AVX2": ["-mavx2", "-mfma"],
@@ -172,7 +172,7 @@ def dense(*tensors: Tensor | None) -> bool:
     """Whether these are plain, dense float32 numbers on the CPU."""
     for t in tensors:
         if t is not None and not (
-            type(t) in _PLAIN and t.dtype is torch.float32 and t.is_cpu and t.is_contiguous()
+            type(t) in _PLAIN and t.dtype is _FLOAT32 and t.is_cpu and t.is_contiguous()
         ):
             return False
     return not torch.compiler.is_compiling() and library() is not None
@@ -285,7 +285,9 @@ def lead_(
 def _fit(tensors: Sequence[Tensor], *others: Sequence[Tensor | None]) -> bool:
     """Whether all have the same shapes; who has given a parameter another one is told by the plain code."""
     shapes = [t.shape for t in tensors]
-    return all(t is None or t.shape == shape for ts in others for t, shape in zip(ts, shapes))
+    return all(
+        [shape if t is None else t.shape for t, shape in zip(ts, shapes)] == shapes for ts in others
+    )
 
 
 def square(delta: Tensor, scale: float | Tensor = 1.0, onto: Tensor | None = None) -> Tensor | None:
@@ -434,7 +436,7 @@ def _pointer(tensor: Tensor | None) -> int | None:
 
 
 def _pointers(tensors: Sequence[Tensor | None]) -> ctypes.Array[ctypes.c_void_p]:
-    return (ctypes.c_void_p * len(tensors))(*map(_pointer, tensors))
+    return (ctypes.c_void_p * len(tensors))(*[t if t is None else t.data_ptr() for t in tensors])
 
 
 def _numbers(numbers: Sequence[float]) -> ctypes.Array[ctypes.c_float]:
