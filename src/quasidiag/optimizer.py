@@ -16,6 +16,7 @@ from quasidiag.defaults import DEFAULTS, everything
 from quasidiag.moments import Moments, cast
 from quasidiag.outputs import OutputModel
 from quasidiag.probe import Hook
+from quasidiag.proposal import Plan
 from quasidiag.quadratic import QuadraticModel
 from quasidiag.readiness import idle, ready, warn_of_others
 from quasidiag.replay import Replay
@@ -198,6 +199,7 @@ class Riemannian(Saved):
         """Watch the model. A copied or unpickled optimizer does so again, with the model that came along."""
         self._find()
         self._sums, self._idle, self._stacks = Sums(), idle(self), Stacks()
+        self._plan: Plan | None = None
         #: Blocks that had a gradient before they had a metric: until they do, no step does without one.
         self._late: set[DiagonalBlock] = set()
         self._collector = Collector(

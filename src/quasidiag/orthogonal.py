@@ -243,7 +243,7 @@ def steps(
         if step is None:
             left.append((stack, root, root.gradient(v)))
         else:
-            found |= zip(stack.blocks, stack.like(step.steps))
+            found |= zip(stack.blocks, stack.like(step))
     matrices = [u for stack, _, u in left if stack.mixes]
     equal = iter(factors(matrices) if batch else map(factor, matrices))
     for stack, root, u in left:
@@ -252,24 +252,26 @@ def steps(
     return found
 
 
-def at_once(wanted: Sequence[kernels.Wanted]) -> list[kernels.Found | None]:
-    """The steps of matrices by a kernel; ``None`` where there is none."""
-    return kernels.directions(wanted, ENTIRE, POLES)
+def directions(wanted: Sequence[kernels.Wanted]) -> kernels.Directions:
+    """What finds the steps of matrices by a kernel; of those that are ``kernels.directed``."""
+    return kernels.Directions(wanted, ENTIRE, POLES)
 
 
-def wanted(
-    root: Root,
-    v: Sequence[Tensor],
-    length: float = 1.0,
-    gradients: Sequence[Tensor] = (),
-    new: float = 1.0,
-    factor: float = 1.0,
-) -> kernels.Wanted:
-    """What a kernel has to know of matrices, for steps so many times as long."""
+def at_once(wanted: Sequence[kernels.Wanted]) -> list[list[Tensor] | None]:
+    """Found at once; ``None`` where no kernel can."""
+    able = [kernels.directed(layers) for layers in wanted]
+    some = [layers for layers, fit in zip(wanted, able) if fit]
+    found = iter(directions(some).find() or [] if some else [])
+    steps = [next(found, None) if fit else None for fit in able]
+    return [None if step is None else step.steps for step in steps]
+
+
+def wanted(root: Root, v: Sequence[Tensor]) -> kernels.Wanted:
+    """What a kernel has to know of matrices."""
     units, inputs = root.scale.shape[-2], root.scale.shape[-1] + len(v) - 1
-    groups, shortest = (_groups(units), FADED) if _wide(units, inputs) else (1, 0.0)
-    by = length if shortest else length * _length(units, inputs)
-    return kernels.Wanted(v, root, groups, shortest, by, gradients, new, factor)
+    if _wide(units, inputs):
+        return kernels.Wanted(v, root, _groups(units), FADED, 1.0)
+    return kernels.Wanted(v, root, 1, 0.0, _length(units, inputs))
 
 
 def _of_length(u: Tensor, units: int) -> Tensor:

@@ -6,6 +6,7 @@ mostly noise. How far the layers go relative to each other is the matter of :mod
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -17,6 +18,7 @@ from quasidiag.blocks import DiagonalBlock, UnitwiseBlock
 from quasidiag.directions import Direction, mean
 from quasidiag.moments import cast
 from quasidiag.proportions import power, proportions, shares, strengths, weights
+from quasidiag.root import Root
 from quasidiag.stacks import Stack
 from quasidiag.sums import dtype_of
 
@@ -138,6 +140,33 @@ def _averages(layer: Moving, new: float) -> list[Tensor]:
     return _averaged(layer.states, layer.gradients, new, layer.factors)
 
 
+class Plan:
+    """Dense layers whose directions a kernel finds at once, as long as their roots and averages stay where they are."""
+
+    def __init__(
+        self, roots: Sequence[tuple[DiagonalBlock, Root]], averages: Sequence[Sequence[Tensor]]
+    ) -> None:
+        self._roots = [root for _, root in roots]
+        self._averages = [v for some in averages for v in some]
+        self._addresses = [v.data_ptr() for v in self._averages]
+        of = [(block, orthogonal.wanted(root, v)) for (block, root), v in zip(roots, averages)]
+        able = {block: wanted for block, wanted in of if kernels.directed(wanted)}
+        self.blocks, self.directions = [*able], orthogonal.directions([*able.values()])
+
+    def holds(
+        self, roots: Sequence[tuple[DiagonalBlock, Root]], averages: Sequence[Sequence[Tensor]]
+    ) -> bool:
+        """Whether they do."""
+        now = [v for some in averages for v in some]
+        return (
+            len(roots) == len(self._roots)
+            and all(root is before for (_, root), before in zip(roots, self._roots))
+            and len(now) == len(self._averages)
+            and all(map(operator.is_, now, self._averages))
+            and [v.data_ptr() for v in now] == self._addresses
+        )
+
+
 def _at_once(
     optimizer: Riemannian,
     moving: Sequence[Moving],
@@ -145,22 +174,33 @@ def _at_once(
     lengths: Mapping[DiagonalBlock, float] | None,
 ) -> tuple[Steps, dict[DiagonalBlock, float]]:
     """Averages and directions of dense layers in one call, where a kernel can, and the slopes along them."""
-    found, slopes = Steps(), dict[DiagonalBlock, float]()
-    if not optimizer.orthogonal:
-        return found, slopes
-    dense = [x for x in moving if x.block.plain and x.block.home.is_cpu and x.whole]
-    layers = {x.block: x for x in dense if len({*x.factors}) == 1}  # or one was frozen for a while
-    blocks = [(b, r) for s in stacks_of(optimizer, layers) for b, r in s.roots_of(optimizer.state)]
-    wanted = []
-    for block, root in blocks:
-        _, _, gradients, states, factors = layers[block]
-        averages = [state["average"] for state in states]
-        length = 1.0 if lengths is None else lengths[block]
-        wanted.append(orthogonal.wanted(root, averages, length, gradients, new, factors[0]))
-    for (block, _), step in zip(blocks, orthogonal.at_once(wanted)):
-        if step is not None:
-            found[block], slopes[block] = step
-    return found, slopes
+    layers = {
+        x.block: x
+        for x in moving
+        if x.block.plain and x.block.home.is_cpu and x.whole
+        if len({*x.factors}) == 1  # or one was frozen for a while
+    }
+    if not (optimizer.orthogonal and layers):
+        return {}, {}
+    stacks = stacks_of(optimizer, layers)
+    roots = [pair for stack in stacks for pair in stack.roots_of(optimizer.state)]
+    averages = [[state["average"] for state in layers[block].states] for block, _ in roots]
+    plan = optimizer._plan
+    if plan is None or not plan.holds(roots, averages):
+        plan = optimizer._plan = Plan(roots, averages)
+    if not plan.blocks:
+        return {}, {}
+    averagings = [
+        kernels.Averaging(
+            layers[block].gradients,
+            layers[block].factors[0],
+            1.0 if lengths is None else lengths[block],
+        )
+        for block in plan.blocks
+    ]
+    found = plan.directions.find() if plan.directions.average(averagings, new) else None
+    steps = dict(zip(plan.blocks, found or ()))
+    return {b: x.steps for b, x in steps.items()}, {b: x.slope for b, x in steps.items()}
 
 
 def _steps(optimizer: Riemannian, averaged: Direction, moving: Sequence[Moving]) -> Steps:

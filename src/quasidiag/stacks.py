@@ -22,12 +22,17 @@ LARGEST = {"cpu": 2**14, "cuda": 2**22}
 
 
 class KeptRoot(NamedTuple):
-    """The root of a metric, and what it is the root of."""
+    """The root of a metric, also layer by layer; what it is the root of, and how often that had been written to then."""
 
     root: Root
     each: list[tuple[DiagonalBlock, Root]]
+    homes: list[Any]
     moments: list[Tensor]
-    of: list[Any]
+    versions: list[int]
+
+    def holds(self, homes: list[Any]) -> bool:
+        """Whether it still is."""
+        return homes == self.homes and [m._version for m in self.moments] == self.versions
 
 
 class Stack:
@@ -61,16 +66,15 @@ class Stack:
 
     def _known(self, state: State) -> KeptRoot:
         """It is kept until the metric changes."""
-        every = [(*block.kept(state), block._shift(state)) for block in self.blocks]
-        moments = [m for kept in every for m in kept if m is not None]
-        updates = [(state[block.home]["updates"], block.safeguard) for block in self.blocks]
-        now = [*updates, *(m._version for m in moments)]
+        homes = [_home(state[block.home]) for block in self.blocks]
         kept = self._root
-        same = kept is not None and all(m is n for m, n in zip(moments, kept.moments))
-        if kept is None or not same or kept.of != now:
+        if kept is None or not kept.holds(homes):
+            every = [(*block.kept(state), block._shift(state)) for block in self.blocks]
+            moments = [m for of_one in every for m in of_one if m is not None]
             root = self.blocks[0].root(self.blocks, state)
             each = [(block, root.of(i)) for i, block in enumerate(self.blocks)]
-            kept = self._root = KeptRoot(root, each, moments, now)
+            versions = [m._version for m in moments]
+            kept = self._root = KeptRoot(root, each, homes, moments, versions)
         return kept
 
     def forms(self, state: State, steps: Sequence[Sequence[Sequence[Tensor]]]) -> Tensor:
@@ -138,6 +142,11 @@ class Stacks:
             used = [stack for found in self._asked.values() for stack in found]
             self._kept = {tuple(stack.blocks): stack for stack in used}
             self._before, self._asked = self._asked, {}
+
+
+def _home(state: dict[str, Any]) -> tuple[int, int]:
+    """What changes when a layer's metric does, or when it has another one."""
+    return state["updates"], id(state.get("mii", state.get("m00")))
 
 
 def _key(block: DiagonalBlock, state: State, foreach: bool | None) -> Hashable:

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from quasidiag import orthogonal, proposal
-from quasidiag.kernels import Wanted, native
+from quasidiag.kernels import Averaging, Wanted, native
 from quasidiag.orthogonal import ENTIRE, POLES
 from quasidiag.proportions import HALF, share
 from quasidiag.root import Root
@@ -63,13 +63,13 @@ def gradient(shape: tuple[int, int, int], kept: str = "all") -> list[Tensor]:
 
 def direction(v: Any, root: Any) -> list[Tensor] | None:
     """Of one kind of layers, as they are."""
-    (found,) = native.directions([Wanted(v, root, 1, 0.0, 1.0)], ENTIRE, POLES)
-    return None if found is None else found.steps
+    (found,) = orthogonal.at_once([Wanted(v, root, 1, 0.0, 1.0)])
+    return found
 
 
 def at_once(root: Root, v: list[Tensor]) -> list[Tensor] | None:
     (found,) = orthogonal.at_once([orthogonal.wanted(root, v)])
-    return None if found is None else found.steps
+    return found
 
 
 def exactly(v: list[Tensor], root: Root) -> list[Tensor]:
@@ -123,11 +123,12 @@ def test_inverses_that_rounding_has_spoilt_count_for_nothing() -> None:
     v = gradient((2, 30, 50), "no bias")
     v[0][1, 0] = torch.nan  # which stays where it is
     wanted = [Wanted(v, Root(None, None, torch.ones_like(v[0])), 1, 0.0, 1.0)]
-    (got,) = native.directions(wanted, ENTIRE, [(POLES[0][0], -0.1), POLES[1]])
-    (want,) = native.directions(wanted, ENTIRE, [POLES[1]])
-    assert got is not None and want is not None
-    torch.testing.assert_close(got.steps[0][0], want.steps[0][0])
-    assert got.steps[0][1].isnan().any()
+    found = native.Directions(wanted, ENTIRE, [(POLES[0][0], -0.1), POLES[1]]).find()
+    other = native.Directions(wanted, ENTIRE, [POLES[1]]).find()
+    assert found is not None and other is not None
+    (got,), (want,) = found[0].steps, other[0].steps
+    torch.testing.assert_close(got[0], want[0])
+    assert got[1].isnan().any()
 
 
 @vectors
@@ -166,8 +167,7 @@ def test_layers_of_all_kinds_go_together() -> None:
     for (v, root), got in zip(of, found, strict=True):
         alone = at_once(root, v)
         assert (got is None) == (alone is None) == (v[-1].shape[-1] > native.LONG)
-        steps = [] if got is None else got.steps
-        assert all(torch.equal(x, y) for x, y in zip(steps, alone or [], strict=True))
+        assert all(torch.equal(x, y) for x, y in zip(got or [], alone or [], strict=True))
 
 
 @vectors
@@ -181,11 +181,13 @@ def test_gradients_are_averaged_on_the_way(shape: tuple[int, int], kept: str) ->
     proposal.averages_(states, before, 0.2)
     averages = [state["average"].clone() for state in states]
     g = [torch.randn(x.shape, generator=torch.Generator().manual_seed(2)) for x in before]
-    wanted = orthogonal.wanted(root, averages)._replace(gradients=g, new=0.2, factor=1.5)
-    (found,) = orthogonal.at_once([wanted._replace(by=3 * wanted.by)])
+    directions = orthogonal.directions([orthogonal.wanted(root, averages)])
+    assert directions.average([Averaging(g, 1.5, 3.0)], 0.2)
+    every = directions.find()
     v = [1.5 * x for x in proposal._averaged(states, [x.double() for x in g], 0.2, [1.0] * len(g))]
     steps = exactly([x.unsqueeze(0) for x in v], Root(*(x if x is None else x[None] for x in root)))
-    assert found is not None
+    assert every is not None
+    (found,) = every
     for x, state in zip(averages, states, strict=True):
         torch.testing.assert_close(x, state["average"])
     for x, y in zip(found.steps, steps, strict=True):
@@ -197,5 +199,6 @@ def test_gradients_are_averaged_on_the_way(shape: tuple[int, int], kept: str) ->
 @vectors
 def test_gradients_of_another_shape_are_declined() -> None:
     root = a_root("no bias", 1, 8, 9)
-    wanted = orthogonal.wanted(root, [torch.zeros(1, 8, 9)])
-    assert orthogonal.at_once([wanted._replace(gradients=[torch.zeros(1, 8, 8)])]) == [None]
+    directions = orthogonal.directions([orthogonal.wanted(root, [torch.zeros(1, 8, 9)])])
+    for other in (torch.zeros(1, 8, 8), torch.zeros(1, 8, 9).double()):
+        assert not directions.average([Averaging([other], 1.0, 1.0)], 0.5)

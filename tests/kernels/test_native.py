@@ -14,7 +14,7 @@ from torch import Tensor
 
 import quasidiag as qd
 from quasidiag import kernels, moments, reductions
-from quasidiag.kernels import Squares, Wanted, native
+from quasidiag.kernels import Averaging, Squares, Wanted, native
 from quasidiag.kernels.rule import Rule
 from quasidiag.moments import Moments
 from quasidiag.orthogonal import ENTIRE, POLES
@@ -278,11 +278,15 @@ def test_threads_change_no_bit(threads: int) -> None:
             wide, narrow = Wanted(v, root, 3, 1e-3, 1.0), Wanted(v, root, 1, 0.0, 1.0)
             for wanted in ([wide], [narrow], [narrow, wide, wide, narrow]):  # together, or apart
                 averages = [[x.clone() for x in v] for _ in wanted]
-                given = [x._replace(v=a, gradients=v, new=0.5) for x, a in zip(wanted, averages)]
-                for step in native.directions([*wanted, *given], ENTIRE, POLES):
-                    assert step is not None
+                moved = [x._replace(v=a) for x, a in zip(wanted, averages)]
+                directions = native.Directions(moved, ENTIRE, POLES)
+                assert directions.average([Averaging(v, 1.0, 1.0)] * len(wanted), 0.5)
+                for step in (native.Directions(wanted, ENTIRE, POLES).find() or []) + (
+                    directions.find() or []
+                ):
                     found += [*step.steps, torch.tensor(step.slope)]
                 found += [x for pair in averages for x in pair]
+                assert len(found) > 4 * len(wanted)
         return found
 
     before = torch.get_num_threads()

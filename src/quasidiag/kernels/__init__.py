@@ -16,9 +16,10 @@ from torch.autograd.graph import increment_version
 
 from quasidiag import moments
 from quasidiag.kernels import gpu, native
+from quasidiag.kernels.native import Directions, directed
 from quasidiag.kernels.rule import Rule
 from quasidiag.kernels.squares import Squares
-from quasidiag.kernels.wanted import Found, Lengths, Wanted
+from quasidiag.kernels.wanted import Averaging, Found, Lengths, Wanted
 from quasidiag.moments import Moments
 
 Tensors = Sequence[Tensor]
@@ -143,13 +144,6 @@ def lengths(
     return native.lengths(layers, half)
 
 
-def directions(
-    wanted: Sequence[Wanted], whole: float, poles: Sequence[tuple[float, float]]
-) -> list[Found | None]:
-    """The steps of :func:`quasidiag.orthogonal.steps`, ``None`` for layers where no kernel can."""
-    return native.directions(wanted, whole, poles)
-
-
 def average_(
     averages: Tensors, gradients: Tensors, by: float, factors: Sequence[float]
 ) -> list[Tensor] | None:
@@ -190,6 +184,8 @@ def finite(tensors: Sequence[Any]) -> bool | None:
 
 
 __all__ = [
+    "Averaging",
+    "Directions",
     "Found",
     "Lengths",
     "Rule",
@@ -199,7 +195,7 @@ __all__ = [
     "advance_",
     "average_",
     "diagonal",
-    "directions",
+    "directed",
     "finite",
     "lead_",
     "lengths",

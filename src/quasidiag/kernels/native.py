@@ -27,7 +27,7 @@ from torch import Tensor
 
 from quasidiag.kernels.rule import Rule
 from quasidiag.kernels.squares import Squares
-from quasidiag.kernels.wanted import Found, Lengths, Wanted
+from quasidiag.kernels.wanted import Averaging, Found, Lengths, Wanted
 from quasidiag.moments import Moments, smallest
 
 SOURCES = "native", "orthogonal", "direction", "products"
@@ -373,41 +373,56 @@ def _measured(w: Sequence[Tensor], root: Sequence[Tensor | None]) -> _Measured:
     return _Measured(*w[-1].shape, *map(_pointer, (bias, w[-1], *root)))
 
 
-def directions(
-    wanted: Sequence[Wanted], whole: float, poles: Sequence[tuple[float, float]]
-) -> list[Found | None]:
-    """The directions of all layers at once; ``None`` for those that are declined."""
-    rooms = [
-        [torch.empty_like(x) for x in layers.v] if _directed(layers) else None for layers in wanted
-    ]
-    given = [_alike(layers, w) for layers, w in zip(wanted, rooms) if w is not None]
-    if not given:
-        return [None] * len(rooms)
-    rational = whole, *(ctypes.addressof(_floats(numbers)) for numbers in zip(*poles)), len(poles)
-    every = (_Alike * len(given))(*given)
-    if not _call("qd_directions", len(given), ctypes.addressof(every), *rational):
-        return [None] * len(rooms)
-    slopes = (layers.slope for layers in every)
-    return [None if w is None else Found(w, next(slopes)) for w in rooms]
-
-
-def _directed(layers: Wanted) -> bool:
-    v, gradients = layers.v, layers.gradients
-    units, n = v[-1].shape[-2:]
+def directed(layers: Wanted) -> bool:
+    """Whether :class:`Directions` can find those of these layers."""
+    units, n = layers.v[-1].shape[-2:]
     narrow = min(units, n) < NARROW and max(units, n) > LONG
-    if narrow or not units * n or not vectors():
-        return False
-    return dense(*v, *layers.root, *gradients) and (not gradients or _fit(v, gradients))
+    return bool(units * n) and not narrow and vectors() and dense(*layers.v, *layers.root)
 
 
-def _alike(layers: Wanted, w: Sequence[Tensor]) -> _Alike:
-    v, root, missing = layers.v, layers.root, (None,) * (2 - len(layers.v))
+class Directions:
+    """The directions of layers, found all at once. What stays where it is from step to step is looked at but once."""
+
+    def __init__(
+        self, wanted: Sequence[Wanted], whole: float, poles: Sequence[tuple[float, float]]
+    ) -> None:
+        self.wanted, self._every = wanted, (_Alike * len(wanted))(*map(_alike, wanted))
+        parts = (ctypes.addressof(_floats(numbers)) for numbers in zip(*poles))
+        self._rational = whole, *parts, len(poles)
+
+    def average(self, averagings: Sequence[Averaging], new: float) -> bool:
+        """Let the next ones be of averages that these gradients go into first, or say that this cannot be."""
+        vs = [v for layers in self.wanted for v in layers.v]
+        gradients = [g for averaging in averagings for g in averaging.gradients]
+        if not (dense(*gradients) and _fit(vs, gradients)):
+            return False
+        for to, layers, (given, factor, length) in zip(self._every, self.wanted, averagings):
+            to.g0, to.gi = _pair(given)
+            to.new, to.factor, to.by = new, factor, layers.by * length
+        return True
+
+    def find(self) -> list[Found] | None:
+        """Those of all layers, or none where there is no room for what it takes."""
+        found = [[torch.empty_like(x) for x in layers.v] for layers in self.wanted]
+        for to, w in zip(self._every, found):
+            to.w0, to.wi = _pair(w)
+        at = ctypes.addressof(self._every)
+        if not _call("qd_directions", len(found), at, *self._rational):
+            return None
+        return [Found(w, layers.slope) for w, layers in zip(found, self._every)]
+
+
+def _alike(layers: Wanted) -> _Alike:
+    v, root = layers.v, layers.root
     assert len(v) == 2 - (root[0] is None)
-    gradients = layers.gradients or (None,) * len(v)
-    arrays = map(_pointer, (*missing, *v, *missing, *gradients, *root, *missing, *w))
     shape = v[-1].shape if v[-1].dim() == 3 else (1, *v[-1].shape)
-    numbers = layers.shortest, layers.by, layers.new, layers.factor
-    return _Alike(*shape, layers.groups, *arrays, *numbers)
+    arrays = *_pair(v), None, None, *map(_pointer, root), None, None
+    return _Alike(*shape, layers.groups, *arrays, layers.shortest, layers.by, 1.0, 1.0)
+
+
+def _pair(tensors: Sequence[Tensor]) -> tuple[int | None, int]:
+    """The addresses of a bias, if there is one, and a weight."""
+    return None if len(tensors) == 1 else tensors[0].data_ptr(), tensors[-1].data_ptr()
 
 
 def finite(numbers: Sequence[Any]) -> bool | None:

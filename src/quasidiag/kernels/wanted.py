@@ -12,8 +12,7 @@ class Wanted(NamedTuple):
     """The directions of layers that are alike, for gradients ``v: [layers, units(, inputs)]``; see ``orthogonal.steps``.
 
     By groups of units; each brought to length one, unless it is shorter than ``shortest``, if that is not 0; then all
-    are ``by`` times as long. Of one layer alone ``v`` may be the averages of its ``gradients``: these are taken into them,
-    and then once more, times a ``factor`` (``proposal.averages_``).
+    are ``by`` times as long.
     """
 
     v: Sequence[Tensor]
@@ -21,9 +20,17 @@ class Wanted(NamedTuple):
     groups: int
     shortest: float
     by: float
-    gradients: Sequence[Tensor] = ()
-    new: float = 1.0
-    factor: float = 1.0
+
+
+class Averaging(NamedTuple):
+    """What ``v``, the averages of one layer, become before: these gradients go in, and once more, times a factor.
+
+    That is ``proposal.averages_``. The directions are so many times as long.
+    """
+
+    gradients: Sequence[Tensor]
+    factor: float
+    length: float
 
 
 class Found(NamedTuple):
