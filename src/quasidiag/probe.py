@@ -17,6 +17,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 from torch.autograd.graph import GradientEdge, Node, get_gradient_edge, register_multi_grad_hook
+from torch.compiler import is_compiling
 from torch.utils.hooks import RemovableHandle
 
 from quasidiag.layers.base import Adapter
@@ -131,7 +132,7 @@ class Hook:
         self._method = None if method is None else weakref.WeakMethod(method)
 
     def __call__(self, *args: Any, **kwargs: Any) -> None:
-        if torch.compiler.is_compiling():
+        if is_compiling():
             self._pause(*args, **kwargs)
         elif self._method is not None and (method := self._method()) is not None:
             method(*args, **kwargs)
@@ -162,7 +163,7 @@ class Outside:
         self._function = function
 
     def __call__(self, *args: Any) -> None:
-        if torch.compiler.is_compiling():
+        if is_compiling():
             self._pause(*args)
         else:
             self._function(*args)

@@ -166,3 +166,12 @@ def test_rest_is_as_by_the_plain_code(monkeypatch: pytest.MonkeyPatch) -> None:
         found.append([p.detach().clone() for p in model.parameters()])
     for x, y in zip(*found, strict=True):
         torch.testing.assert_close(x, y, rtol=0, atol=0, equal_nan=True)
+
+
+def test_products_of_pairs() -> None:
+    xs, ys = some(0), some(1)
+    found = native.dots(xs, ys)
+    assert found == pytest.approx(
+        [float((x.double() * y.double()).sum()) for x, y in zip(xs, ys)], rel=1e-5
+    )
+    assert native.dots(xs, [y.double() for y in ys]) is None

@@ -178,6 +178,11 @@ def lead_(
     return native.lead_(thetas, aparts, norms, allowed)
 
 
+def dots(xs: Tensors, ys: Tensors) -> list[float] | None:
+    """The products of :func:`quasidiag.directions.dots`, pair by pair."""
+    return native.dots(xs, ys)
+
+
 def finite(tensors: Sequence[Any]) -> bool | None:
     """Whether all numbers are finite, or ``None`` where no kernel can say (or it is not tensors)."""
     return native.finite(tensors)
@@ -196,6 +201,7 @@ __all__ = [
     "average_",
     "diagonal",
     "directed",
+    "dots",
     "finite",
     "lead_",
     "lengths",

@@ -1,7 +1,7 @@
 /* The elementwise work of a step on a CPU, each in one pass over memory.
  *
  * Compiled at first use by native.py; the oracles are quasidiag.reductions, quasidiag.moments, quasidiag.root,
- * quasidiag.proportions, quasidiag.proposal, quasidiag.moving and quasidiag.rest.
+ * quasidiag.proportions, quasidiag.proposal, quasidiag.moving, quasidiag.rest and quasidiag.directions.
  * Rows are shared among the threads that torch is allowed.
  */
 #include <math.h>
@@ -100,10 +100,10 @@ static double squares(int64_t n, const float *x) {
     return sum;
 }
 
-static double norm(int64_t chunks, const double *sums) {
+static double added(int64_t chunks, const double *sums) {
     double sum = 0;
     for (int64_t i = 0; i < chunks; i++) sum += sums[i];
-    return sqrt(sum);
+    return sum;
 }
 
 static int64_t most_chunks(int64_t count, const int64_t *sizes) {
@@ -146,7 +146,7 @@ int qd_move(int64_t count, const int64_t *sizes, float *const *thetas, float *co
             }
             if (apart && norms)
 #pragma omp single
-                norms[k] = norm(parts(sizes[k], CHUNK), sums);
+                norms[k] = sqrt(added(parts(sizes[k], CHUNK), sums));
         }
         restore(before);
     }
@@ -170,7 +170,7 @@ int qd_settle(int64_t count, const int64_t *sizes, float *const *thetas, const f
             sums[start / CHUNK] = settle(size, theta + start, apart + start);
         }
 #pragma omp single
-        norms[k] = norm(parts(sizes[k], CHUNK), sums);
+        norms[k] = sqrt(added(parts(sizes[k], CHUNK), sums));
     }
     give_back(mine);
     return 1;
@@ -190,7 +190,7 @@ int qd_lead(int64_t count, const int64_t *sizes, float *const *thetas, float *co
         for (int64_t start = 0; start < sizes[k]; start += CHUNK)
             sums[start / CHUNK] = squares(least(CHUNK, sizes[k] - start), theta + start);
 #pragma omp single
-        if (!(fabs(norm(parts(sizes[k], CHUNK), sums) - norms[k]) <= allowed[k] * norms[k])) norms[k] = NAN;
+        if (!(fabs(sqrt(added(parts(sizes[k], CHUNK), sums)) - norms[k]) <= allowed[k] * norms[k])) norms[k] = NAN;
         const int same = norms[k] == norms[k];
 #pragma omp for schedule(static)
         for (int64_t start = 0; start < sizes[k]; start += CHUNK) {
@@ -201,6 +201,30 @@ int qd_lead(int64_t count, const int64_t *sizes, float *const *thetas, float *co
             else
                 memset(apart + start, 0, (last - start) * sizeof(float));
         }
+    }
+    give_back(mine);
+    return 1;
+}
+
+/* The products of pairs of arrays. 0 if there is no room. */
+int qd_dots(int64_t count, const int64_t *sizes, const float *const *xs, const float *const *ys, double *found,
+            int threads) {
+    room *mine = borrow(2 * most_chunks(count, sizes));
+    if (!mine) return 0;
+    double *sums = (double *)mine->numbers;
+#pragma omp parallel num_threads(worth(total(count, sizes), threads))
+    for (int64_t k = 0; k < count; k++) {
+        const float *x = xs[k], *y = ys[k];
+#pragma omp for schedule(static)
+        for (int64_t start = 0; start < sizes[k]; start += CHUNK) {
+            const int64_t last = least(start + CHUNK, sizes[k]);
+            float sum = 0;
+#pragma omp simd reduction(+ : sum)
+            for (int64_t i = start; i < last; i++) sum += x[i] * y[i];
+            sums[start / CHUNK] = sum;
+        }
+#pragma omp single
+        found[k] = added(parts(sizes[k], CHUNK), sums);
     }
     give_back(mine);
     return 1;

@@ -79,6 +79,7 @@ _SIGNATURES: dict[str, list[Any]] = {
     "qd_move": [_SIZE, *[_POINTER] * 5, _FLOAT, _FLOAT, _POINTER],
     "qd_settle": [_SIZE, *[_POINTER] * 4],
     "qd_lead": [_SIZE, *[_POINTER] * 5],
+    "qd_dots": [_SIZE, *[_POINTER] * 4],
     "qd_square": [_SIZE, _POINTER, _FLOAT, _FLOAT, _FLAG, _POINTER],
     "qd_weaken": [_SIZE, _POINTER, _FLOAT, _POINTER],
     "qd_centre": [_SIZE, _SIZE, *[_POINTER] * 4],
@@ -280,6 +281,15 @@ def lead_(
     if not _call("qd_lead", len(sizes), _sizes(sizes), *lists, were, _numbers(allowed)):
         return None
     return [not math.isnan(norm) for norm in were]
+
+
+def dots(xs: Sequence[Tensor], ys: Sequence[Tensor]) -> list[float] | None:
+    """The product of each pair."""
+    if not (dense(*xs, *ys) and _fit(xs, ys)):
+        return None
+    found = (ctypes.c_double * len(xs))()
+    sizes, lists = [x.numel() for x in xs], map(_pointers, (xs, ys))
+    return [*found] if _call("qd_dots", len(sizes), _sizes(sizes), *lists, found) else None
 
 
 def _fit(tensors: Sequence[Tensor], *others: Sequence[Tensor | None]) -> bool:
