@@ -36,8 +36,10 @@ class Call:
 
     def part(self, share: float) -> Part | None:
         """The samples that make up a share of them, or ``None`` for all, also where it is not clear what they lie along."""
+        if share == 1:
+            return None
         lengths = {len(x) for x in tensors(self.arguments) if x.dim()}
-        if share == 1 or len(lengths) != 1:
+        if len(lengths) != 1:
             return None
         samples = lengths.pop()
         kept = max(1, math.ceil(share * samples))

@@ -19,10 +19,13 @@ from torch import Tensor, nn
 
 from quasidiag.blocks import DiagonalBlock, State
 
+#: What nearly every tensor is; to ask one of these for what it does not have takes long.
+PLAIN = (Tensor, nn.Parameter)
+
 
 def is_sharded(tensor: Tensor) -> bool:
     """Whether it is a ``DTensor``; asked without importing ``torch.distributed.tensor``, which takes a while."""
-    return hasattr(tensor, "placements")
+    return type(tensor) not in PLAIN and hasattr(tensor, "placements")
 
 
 def local(tensor: Any) -> Any:

@@ -201,7 +201,7 @@ def trainable(parameters: Iterable[Tensor], name: Any) -> None:
 def one_device(block: Any, state: Mapping[str, Any] = MappingProxyType({})) -> None:
     """The parameters of a block lie on one device, and its metric there as well."""
     device = block.home.device
-    if any(p.device != device for p in block.parameters):
+    if any(p.device != device for p in block.parameters[:-1]):
         names = ", ".join(sorted({str(p.device) for p in block.parameters}))
         raise ValueError(
             f"the weight and the bias of {block.name} are on different devices ({names}): a "
