@@ -62,7 +62,6 @@ RIDGE = 1e-6
 
 #: A few numbers in float64: of so few, numpy makes less ado than torch.
 Array = npt.NDArray[np.float64]
-TINY = float(np.finfo(np.float64).tiny)
 
 
 def minimiser(linear: Array, quadratic: Array) -> Array:
@@ -70,7 +69,7 @@ def minimiser(linear: Array, quadratic: Array) -> Array:
 
     Zero where the system has no finite solution.
     """
-    scale = np.maximum(quadratic.diagonal(), TINY) ** -0.5
+    scale = np.maximum(quadratic.diagonal(), np.finfo(np.float64).tiny) ** -0.5
     system = quadratic * scale * scale[:, None] + RIDGE * np.eye(len(linear))
     try:
         best: Array = -scale * np.linalg.solve(system, scale * linear)
@@ -271,7 +270,7 @@ class QuadraticModel:
 
         One that is not finite is none, and the average stays as it is.
         """
-        scale = np.maximum(lengths, TINY) ** 0.5
+        scale = np.maximum(lengths, np.finfo(np.float64).tiny) ** 0.5
         scale = scale * scale[:, None]
         pairs = [(i, j) for i in range(len(names)) for j in range(i + 1)]
         fresh = {f"{names[i]}, {names[j]}": float(fisher[i, j] / scale[i, j]) for i, j in pairs}

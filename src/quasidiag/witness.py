@@ -16,7 +16,6 @@ FEW = 4
 ROUNDING = 1e-3
 #: A scaler that has come down to less is not noticed: losses have weights of their own.
 LEAST = 2.0
-_LEAST = LEAST * (1 - ROUNDING)
 
 
 class Witness:
@@ -30,7 +29,7 @@ class Witness:
         """A backward pass is over, of losses that have these weights so far. Little as they are, nobody scales them."""
         self._seen, self._shrunk = [], None
         weights = [*weights]
-        if all(w.is_cpu for w in weights) and sum(map(float, weights)) < _LEAST:
+        if all(w.is_cpu for w in weights) and not _much(sum(map(float, weights))):
             return
         dense = (p for p in parameters if p.grad is not None and not p.grad.is_sparse)
         have = sorted((p for p in dense if p.numel()), key=Tensor.numel)
@@ -54,7 +53,7 @@ class Witness:
         Gradients that were clipped are smaller too: by no more than a root of it, they are nothing but clipped. By more
         they may have been divided, and then it was by no more than they shrank.
         """
-        if not _LEAST <= total < math.inf:
+        if not _much(total):
             return 1.0
         if self._shrunk is None:  # a step asks several times, and a device is waited for
             self._shrunk = self._compare()
@@ -74,6 +73,11 @@ class Witness:
         sizes = [*(size for _, size in have), *_sizes([p for p, _ in have])]
         before, now = gathered(sizes).view(2, -1).sum(1).tolist()
         return before / now if now > 0 else 1.0
+
+
+def _much(total: float) -> bool:
+    """Whether losses of so much weight may be scaled."""
+    return LEAST * (1 - ROUNDING) <= total < math.inf
 
 
 def _power(x: float) -> float:
