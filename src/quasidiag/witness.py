@@ -29,7 +29,7 @@ class Witness:
         """A backward pass is over, of losses that have these weights so far. Little as they are, nobody scales them."""
         self._seen, self._shrunk = [], None
         weights = [*weights]
-        if all(w.is_cpu for w in weights) and not _much(sum(map(float, weights))):
+        if all(w.is_cpu for w in weights) and not _much(sum(abs(float(w)) for w in weights)):
             return
         dense = (p for p in parameters if p.grad is not None and not p.grad.is_sparse)
         have = sorted((p for p in dense if p.numel()), key=Tensor.numel)
