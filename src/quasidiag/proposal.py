@@ -113,8 +113,8 @@ def propose(optimizer: Riemannian, gradient: Direction, measures: bool) -> Propo
     steps, slopes = _at_once(optimizer, moving, new, lengths)
     left = [layer for layer in layers if layer.block not in steps]
     if left:
-        averaged = {p: v for layer in left for p, v in zip(layer.parameters, _averages(layer, new))}
-        others = _steps(optimizer, averaged, [x for x in left if optimizer._known(x.block)])
+        known = [layer for layer in moving if layer.block not in steps]
+        others = _steps(optimizer, _averages(left, new), known)
         if lengths is not None:
             _scale_(others, lengths)
         steps |= others
@@ -136,8 +136,13 @@ def _moving(optimizer: Riemannian, block: DiagonalBlock, gradient: Direction, ne
     return Moving(block, [p for p, _ in found], [g for _, g in found], states, factors)
 
 
-def _averages(layer: Moving, new: float) -> list[Tensor]:
-    return _averaged(layer.states, layer.gradients, new, layer.factors)
+def _averages(layers: Sequence[Moving], new: float) -> dict[Tensor, Tensor]:
+    """Of all parameters of these layers, at one go."""
+    states = [state for layer in layers for state in layer.states]
+    gradients = [g for layer in layers for g in layer.gradients]
+    factors = [factor for layer in layers for factor in layer.factors]
+    found = _averaged(states, gradients, new, factors)
+    return dict(zip((p for layer in layers for p in layer.parameters), found))
 
 
 class Plan:
