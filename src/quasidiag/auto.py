@@ -27,7 +27,7 @@ from torch import Tensor
 
 from quasidiag import bounce, rest, together
 from quasidiag.blocks import DiagonalBlock
-from quasidiag.directions import Direction, before_way, dot, dots, gathered, mean
+from quasidiag.directions import Direction, before_way, dot, dots, gathered, mean, means
 from quasidiag.moving import move_
 from quasidiag.proportions import echoes, further, measured, weights
 from quasidiag.proposal import Proposal, part_of, proportioned, propose, ranks_of, stacks_of
@@ -356,18 +356,20 @@ def _excess(
     assert optimizer.auto is not None
     if not blocks:
         return {}
-    own = known
-    if own is None:
-        own = weights(blocks, stacks_of(optimizer, blocks), optimizer.state)
-    usual = float(own[own > 0].log().mean().exp())  # nan, and no bound, where all are none
+    if known is None:
+        known = weights(blocks, stacks_of(optimizer, blocks), optimizer.state)
+    own = known.tolist()
+    logs = [math.log(x) for x in own if x > 0]
+    usual = math.exp(sum(logs) / len(logs)) if logs else math.nan  # and no bound
     if not optimizer.auto.footing and usual > 0:
         optimizer.auto.footing = usual
     usual = max(usual, optimizer.auto.footing)
-    units = torch.tensor([len(block.parameters[0]) for block in blocks])
     moved = each[: len(blocks)].diagonal(dim1=1, dim2=2).clamp_min(0.0).sqrt()
-    steps = moved @ torch.tensor(best, dtype=torch.float64).abs()
-    excess = steps / (LONGEST * (units * own.clamp_min(usual)).sqrt())
-    of = zip(blocks, mean(excess, ranks).tolist())
+    steps = (moved @ torch.tensor(best, dtype=torch.float64).abs()).tolist()
+    units = [max(1, len(block.parameters[0])) for block in blocks]
+    most = [LONGEST * math.sqrt(n * (x if x > usual else usual)) for n, x in zip(units, own)]
+    excess = [step / x for step, x in zip(steps, most)]
+    of = zip(blocks, means(excess, ranks))
     return {p: ratio for block, ratio in of if ratio > 1 for p in block.parameters}
 
 

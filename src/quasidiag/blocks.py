@@ -194,6 +194,8 @@ class DiagonalBlock:
 
     def rows_of(self, tensors: Tensors) -> list[Tensor]:
         """Tensors shaped like :attr:`parameters`, the weight's as ``[units, inputs]``; a bias alone is a column of them."""
+        if self.plain:
+            return [*tensors]
         if self.weight is None:
             return [tensors[0].reshape(-1, 1)]
         return [*(t.reshape(-1) for t in tensors[:-1]), self.adapter.rows(self.module, tensors[-1])]
