@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from functools import cache
 from itertools import pairwise
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 import quasidiag as qd
+from quasidiag.proposal import averaged_, counted_
 
 ACTIVATIONS = {"sigmoid": nn.Sigmoid, "tanh": nn.Tanh, "relu": nn.ReLU}
 OUTPUTS = ("categorical", "gaussian", "bernoulli")
@@ -58,3 +61,11 @@ def digits() -> tuple[Tensor, Tensor]:
     x, t = mnist_data()
     order = torch.randperm(len(x), generator=torch.Generator().manual_seed(0))
     return torch.from_numpy(x)[order] / 255, torch.from_numpy(t).long()[order]
+
+
+def averages(
+    states: Sequence[dict[str, Any]], gradients: Sequence[Tensor], new: float
+) -> list[Tensor]:
+    """Gradients taken into their averages as by a step."""
+    factors = [counted_(state, g, new) for state, g in zip(states, gradients)]
+    return averaged_(states, gradients, new, factors)

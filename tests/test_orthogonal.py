@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from itertools import pairwise
 from typing import Any
 
 import pytest
@@ -404,3 +405,15 @@ def test_without_foreach_layers_are_taken_one_by_one() -> None:
             optimizer.step()
         found.append([p.detach() for p in model.parameters()])
     torch.testing.assert_close(found[0], found[1], rtol=1e-8, atol=1e-10)
+
+
+@pytest.mark.parametrize("sizes", [(5, 0, 3), (5, 4, 0)])
+def test_layers_without_units(sizes: tuple[int, int, int]) -> None:
+    model = nn.Sequential(*(nn.Linear(n, m) for n, m in pairwise(sizes)))
+    loss = qd.Gaussian()
+    optimizer = qd.Riemannian(model, loss)
+    for _ in range(8):
+        optimizer.zero_grad()
+        loss(model(torch.randn(20, 5)), torch.randn(20, sizes[-1])).backward()
+        optimizer.step()
+    assert all(p.isfinite().all() for p in model.parameters())

@@ -68,7 +68,7 @@ class Part(NamedTuple):
         if rest:
             picked = torch.arange(self.kept, device=x.device) * self.samples // self.kept
             return of_each[picked].flatten(0, 1)
-        return of_each[::step].flatten(0, 1)
+        return of_each[::step].contiguous().flatten(0, 1)  # models may want it so, or write into it
 
 
 def changed(

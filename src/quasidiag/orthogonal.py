@@ -214,6 +214,8 @@ def _rooms(kinds: tuple[Kind, ...]) -> list[list[int]]:
 
 def _polar(matrices: Tensor) -> Tensor:
     """By inverses, where these are quick or exactness counts; products are what every device has."""
+    if not matrices.numel():
+        return matrices
     inverted = matrices.is_cpu or matrices.dtype == torch.float64
     return by_poles(matrices) if inverted else newton_schulz(matrices)
 

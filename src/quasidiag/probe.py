@@ -17,7 +17,6 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 from torch.autograd.graph import GradientEdge, Node, get_gradient_edge, register_multi_grad_hook
-from torch.compiler import is_compiling
 from torch.utils.hooks import RemovableHandle
 
 from quasidiag.layers.base import Adapter
@@ -131,15 +130,11 @@ class Hook:
     def __init__(self, method: Callable[..., None] | None) -> None:
         self._method = None if method is None else weakref.WeakMethod(method)
 
-    def __call__(self, *args: Any, **kwargs: Any) -> None:
-        if is_compiling():
-            self._pause(*args, **kwargs)
-        elif self._method is not None and (method := self._method()) is not None:
-            method(*args, **kwargs)
-
     @torch._disable_dynamo  # a compiled model pauses here: the graph's edges exist only outside
-    def _pause(self, *args: Any, **kwargs: Any) -> None:
-        self(*args, **kwargs)
+    def __call__(self, *args: Any, **kwargs: Any) -> None:
+        method = None if self._method is None else self._method()
+        if method is not None:
+            method(*args, **kwargs)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Hook:
         return Hook(None)
@@ -162,15 +157,9 @@ class Outside:
     def __init__(self, function: Callable[..., None]) -> None:
         self._function = function
 
-    def __call__(self, *args: Any) -> None:
-        if is_compiling():
-            self._pause(*args)
-        else:
-            self._function(*args)
-
     @torch._disable_dynamo
-    def _pause(self, *args: Any) -> None:
-        self(*args)
+    def __call__(self, *args: Any) -> None:
+        self._function(*args)
 
 
 class Loan:

@@ -6,7 +6,6 @@ mostly noise. How far the layers go relative to each other is the matter of :mod
 
 from __future__ import annotations
 
-import operator
 from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -49,15 +48,7 @@ def reach(steps: int) -> float:
     return min(max(steps / PART, FEWEST), MOST)
 
 
-def averages_(
-    states: Sequence[dict[str, Any]], gradients: Sequence[Tensor], new: float
-) -> list[Tensor]:
-    """Take gradients into their averages; these, and once more the gradients (Nesterov)."""
-    factors = [_counted(state, g, new) for state, g in zip(states, gradients)]
-    return _averaged(states, gradients, new, factors) if states else []
-
-
-def _counted(state: dict[str, Any], g: Tensor, new: float) -> float:
+def counted_(state: dict[str, Any], g: Tensor, new: float) -> float:
     """One more gradient is taken into an average: what it is multiplied by, for its weights to add up to one.
 
     ``seen`` is what the weights of all gradients so far add up to: less than one at first.
@@ -69,12 +60,13 @@ def _counted(state: dict[str, Any], g: Tensor, new: float) -> float:
     return 1 / whole if whole <= NEARLY else 1.0
 
 
-def _averaged(
+def averaged_(
     states: Sequence[dict[str, Any]],
     gradients: Sequence[Tensor],
     new: float,
     factors: Sequence[float],
 ) -> list[Tensor]:
+    """Take gradients into their averages; these, and once more the gradients (Nesterov), times the factors."""
     averages = [state["average"] for state in states]
     gradients = [cast(g, average.dtype) for g, average in zip(gradients, averages)]
     found = kernels.average_(averages, gradients, new, factors)
@@ -132,7 +124,7 @@ def _moving(optimizer: Riemannian, block: DiagonalBlock, gradient: Direction, ne
     """What is there of a layer, one more gradient counted."""
     found = [(p, g) for p in block.parameters if (g := gradient.get(p)) is not None]
     states = [optimizer.state[p] for p, _ in found]
-    factors = [_counted(state, g, new) for state, (_, g) in zip(states, found)]
+    factors = [counted_(state, g, new) for state, (_, g) in zip(states, found)]
     return Moving(block, [p for p, _ in found], [g for _, g in found], states, factors)
 
 
@@ -141,7 +133,7 @@ def _averages(layers: Sequence[Moving], new: float) -> dict[Tensor, Tensor]:
     states = [state for layer in layers for state in layer.states]
     gradients = [g for layer in layers for g in layer.gradients]
     factors = [factor for layer in layers for factor in layer.factors]
-    found = _averaged(states, gradients, new, factors)
+    found = averaged_(states, gradients, new, factors)
     return dict(zip((p for layer in layers for p in layer.parameters), found))
 
 
@@ -152,8 +144,7 @@ class Plan:
         self, roots: Sequence[tuple[DiagonalBlock, Root]], averages: Sequence[Sequence[Tensor]]
     ) -> None:
         self._roots = [root for _, root in roots]
-        self._averages = [v for some in averages for v in some]
-        self._addresses = [v.data_ptr() for v in self._averages]
+        self._addresses = [v.data_ptr() for some in averages for v in some]
         of = [(block, orthogonal.wanted(root, v)) for (block, root), v in zip(roots, averages)]
         able = {block: wanted for block, wanted in of if kernels.directed(wanted)}
         self.blocks, self.directions = [*able], orthogonal.directions([*able.values()])
@@ -162,14 +153,9 @@ class Plan:
         self, roots: Sequence[tuple[DiagonalBlock, Root]], averages: Sequence[Sequence[Tensor]]
     ) -> bool:
         """Whether they do."""
-        now = [v for some in averages for v in some]
-        return (
-            len(roots) == len(self._roots)
-            and all(root is before for (_, root), before in zip(roots, self._roots))
-            and len(now) == len(self._averages)
-            and all(map(operator.is_, now, self._averages))
-            and [v.data_ptr() for v in now] == self._addresses
-        )
+        same = len(roots) == len(self._roots)
+        same = same and all(root is before for (_, root), before in zip(roots, self._roots))
+        return same and [v.data_ptr() for some in averages for v in some] == self._addresses
 
 
 def _at_once(

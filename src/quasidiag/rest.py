@@ -101,28 +101,36 @@ def lead_(optimizer: Riemannian) -> None:
     found = _of(optimizer, ahead=False)
     if not found:
         return
-    for state, same in zip(found.values(), _led_(found)):
+    same = _led_(found)
+    for p, state in found.items():
         state["ahead"] = True
-        if not same:
+        if not same[p]:
             state.pop("mark", None)
         if not optimizer.averaged:  # but whoever saved this state did
             forget_(state)
 
 
-def _led_(found: dict[Tensor, dict[str, Any]]) -> list[bool]:
-    """Parameters move by how far they are apart, which is nothing for those that are not as they were left: which are."""
-    states, aparts = [*found.values()], [state["apart"] for state in found.values()]
-    allowed = [ROUNDING if state.pop("loaded", False) else 0.0 for state in states]
-    if all(p.is_cpu for p in found):  # or norms would be waited for one by one
-        same = kernels.lead_([*found], aparts, [float(s["norm"]) for s in states], allowed)
-        if same is not None:
-            return same
-    data = [p.data for p in found]
-    same = _as_left(data, [state["norm"] for state in states], allowed)
-    for e, left in zip(aparts, same):
-        if not left:
-            e.zero_()
-    torch._foreach_add_(data, aparts)
+def _led_(found: dict[Tensor, dict[str, Any]]) -> dict[Tensor, bool]:
+    """Parameters move by how far they are apart, which is nothing for those that are not as they were left: which are.
+
+    Norms that a kernel has found are floats. Others sum in another order, and may differ by rounding.
+    """
+    allowed = {p: ROUNDING if s.pop("loaded", False) else 0.0 for p, s in found.items()}
+    quick = {p: s for p, s in found.items() if isinstance(s["norm"], float)}
+    aparts, norms = ([s[key] for s in quick.values()] for key in ("apart", "norm"))
+    done = kernels.lead_([*quick], aparts, norms, [allowed[p] for p in quick]) if quick else []
+    if done is None:
+        quick, done = {}, []
+    same = dict(zip(quick, done))
+    left = {p: s for p, s in found.items() if p not in quick}
+    if left:
+        data = [p.data for p in left]
+        parts = [ROUNDING if isinstance(s["norm"], float) else allowed[p] for p, s in left.items()]
+        same |= zip(left, _as_left(data, [s["norm"] for s in left.values()], parts))
+        for p, state in left.items():
+            if not same[p]:
+                state["apart"].zero_()
+        torch._foreach_add_(data, [s["apart"] for s in left.values()])
     return same
 
 

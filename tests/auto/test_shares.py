@@ -12,6 +12,7 @@ from torch.nn.utils.rnn import pack_padded_sequence, pad_packed_sequence
 
 import quasidiag as qd
 from nets import batch, mlp
+from quasidiag.calls import Part
 from quasidiag.quadratic import JUDGES, MOST
 from quasidiag.replay import Replay
 
@@ -318,3 +319,28 @@ def test_a_loss_is_the_same_part_by_part(kind: str, monkeypatch: pytest.MonkeyPa
         quadratic.judge(way)
         found.append(report.actual)
     assert found[0] != 0 and found[1:] == pytest.approx([found[0]] * 2, rel=1e-9)
+
+
+class Viewed(nn.Module):
+    """Takes its input for one that lies in one piece, and writes into it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table, self.last = nn.Embedding(50, 16), nn.Linear(128, 5)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.last(self.table(x.view(-1)).view(-1, 128))
+
+
+def test_a_part_lies_in_one_piece_and_is_a_copy() -> None:
+    model, loss = Viewed(), qd.Gaussian()
+    optimizer = qd.Riemannian(model, loss)
+    for _ in range(2):
+        x = torch.randint(0, 50, (512, 8))
+        optimizer.zero_grad()
+        loss(model(x), torch.randn(512, 5)).backward()
+        optimizer.step()
+    assert optimizer._model is not None and optimizer._model.replay.divisible
+    part = Part(256, 512).rows(x)
+    assert part.is_contiguous() and part.data_ptr() != x.data_ptr()
+    assert torch.equal(part, x[::2])

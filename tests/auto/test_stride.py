@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 import quasidiag as qd
-from nets import batch, mlp
+from nets import averages, batch, mlp
 from quasidiag import auto, proposal
 from quasidiag.directions import before_way
 from quasidiag.report import RECENT, Report
@@ -112,10 +112,10 @@ def test_what_gets_its_first_gradient_late_is_averaged_over_what_there_is() -> N
     state: dict[str, Any] = {}
     first, second = torch.randn(2, 5, dtype=torch.float64)
     new = 1 / proposal.MOST
-    torch.testing.assert_close(proposal.averages_([state], [first], new), [first])
+    torch.testing.assert_close(averages([state], [first], new), [first])
     weights = torch.tensor([(1 - new) ** 2 * new, (1 - new) * new + new], dtype=torch.float64)
     expected = (weights / weights.sum()) @ torch.stack([first, second])
-    torch.testing.assert_close(proposal.averages_([state], [second], new), [expected])
+    torch.testing.assert_close(averages([state], [second], new), [expected])
 
 
 def test_the_way_is_the_sum_of_the_steps_and_is_judged_as_a_whole() -> None:

@@ -207,3 +207,12 @@ def test_the_paper_s_routines_compile_without_a_break() -> None:
         update(diagonal, row, v, 0.1), qd.qd_rank_one_update(diagonal, row, v, 0.1), strict=True
     ):
         torch.testing.assert_close(a, b)
+
+
+def test_a_model_can_be_exported_while_an_optimizer_watches_it() -> None:
+    model = nn.Sequential(nn.Linear(20, 5))
+    optimizer = qd.Riemannian(model, qd.Gaussian())
+    x = torch.randn(4, 20)
+    exported = torch.export.export(model.eval(), (x,), strict=False)
+    torch.testing.assert_close(exported.module()(x), model(x))
+    optimizer.close()

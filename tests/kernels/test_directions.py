@@ -8,10 +8,12 @@ import pytest
 import torch
 from torch import Tensor
 
-from quasidiag import orthogonal, proposal
+from nets import averages
+from quasidiag import orthogonal
 from quasidiag.kernels import Averaging, Wanted, native
 from quasidiag.orthogonal import ENTIRE, POLES
 from quasidiag.proportions import HALF, share
+from quasidiag.proposal import averaged_
 from quasidiag.root import Root
 
 pytestmark = pytest.mark.skipif(native.library() is None, reason="no C compiler")
@@ -171,24 +173,24 @@ def test_layers_of_all_kinds_go_together() -> None:
 
 
 @vectors
-@pytest.mark.parametrize("kept", ["all", "no row", "no bias"])
+@pytest.mark.parametrize("parts", ["all", "no row", "no bias"])
 @pytest.mark.parametrize("shape", [(8, 8), (41, 9), (1, 70), (400, 330)], ids=str)
-def test_gradients_are_averaged_on_the_way(shape: tuple[int, int], kept: str) -> None:
+def test_gradients_are_averaged_on_the_way(shape: tuple[int, int], parts: str) -> None:
     """As by the plain code, one after the other; and the slope along what comes of it."""
-    root = Root(*(None if t is None else t[0] for t in a_root(kept, 1, *shape)))
-    states: list[dict[str, Any]] = [{} for _ in range(2 - (kept == "no bias"))]
-    before = [x[0] for x in gradient((1, *shape), kept)]
-    proposal.averages_(states, before, 0.2)
-    averages = [state["average"].clone() for state in states]
+    root = Root(*(None if t is None else t[0] for t in a_root(parts, 1, *shape)))
+    states: list[dict[str, Any]] = [{} for _ in range(2 - (parts == "no bias"))]
+    before = [x[0] for x in gradient((1, *shape), parts)]
+    averages(states, before, 0.2)
+    kept = [state["average"].clone() for state in states]
     g = [torch.randn(x.shape, generator=torch.Generator().manual_seed(2)) for x in before]
-    directions = orthogonal.directions([orthogonal.wanted(root, averages)])
+    directions = orthogonal.directions([orthogonal.wanted(root, kept)])
     assert directions.average([Averaging(g, 1.5, 3.0)], 0.2)
     every = directions.find()
-    v = [1.5 * x for x in proposal._averaged(states, [x.double() for x in g], 0.2, [1.0] * len(g))]
+    v = [1.5 * x for x in averaged_(states, [x.double() for x in g], 0.2, [1.0] * len(g))]
     steps = exactly([x.unsqueeze(0) for x in v], Root(*(x if x is None else x[None] for x in root)))
     assert every is not None
     (found,) = every
-    for x, state in zip(averages, states, strict=True):
+    for x, state in zip(kept, states, strict=True):
         torch.testing.assert_close(x, state["average"])
     for x, y in zip(found.steps, steps, strict=True):
         assert (x - 3 * y[0]).norm() <= 2e-4 * 3 * y.norm()

@@ -147,7 +147,7 @@ def lengths(
 def average_(
     averages: Tensors, gradients: Tensors, by: float, factors: Sequence[float]
 ) -> list[Tensor] | None:
-    """The kernel of :func:`quasidiag.proposal.averages_`, or ``None`` where no kernel can."""
+    """The kernel of :func:`quasidiag.proposal.averaged_`, or ``None`` where no kernel can."""
     return native.average_(averages, gradients, by, factors)
 
 

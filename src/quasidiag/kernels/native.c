@@ -78,7 +78,7 @@ void qd_diagonal(int64_t count, const int64_t *sizes, const float *const *ms, co
     }
 }
 
-/* What proposal.averages_ does to several arrays. */
+/* What proposal.averaged_ does to several arrays. */
 void qd_average(int64_t count, const int64_t *sizes, float *const *averages, const float *const *gradients,
                 float *const *founds, const float *factors, float by, int threads) {
 #pragma omp parallel num_threads(worth(total(count, sizes), threads))
@@ -119,89 +119,106 @@ static double settle(int64_t n, float *theta, const float *apart) {
     return squares(n, theta);
 }
 
+typedef struct {
+    const float *first, *last;
+} range;
+
+static int by_address(const void *x, const void *y) {
+    const float *a = ((const range *)x)->first, *b = ((const range *)y)->first;
+    return (a > b) - (a < b);
+}
+
+/* Whether no two arrays share a number. */
+static int disjoint(int64_t count, const int64_t *sizes, float *const *arrays) {
+    range ranges[count];
+    for (int64_t k = 0; k < count; k++) ranges[k] = (range){arrays[k], arrays[k] + sizes[k]};
+    qsort(ranges, count, sizeof *ranges, by_address);
+    for (int64_t k = 1; k < count; k++)
+        if (ranges[k].first < ranges[k - 1].last) return 0;
+    return 1;
+}
+
+/* The norms of those that are apart. For all threads of a team together. */
+static void measure(int64_t count, const int64_t *sizes, float *const *thetas, float *const *aparts, double *sums,
+                    double *norms) {
+    for (int64_t k = 0; k < count; k++) {
+        if (!aparts[k]) continue;
+#pragma omp for schedule(static)
+        for (int64_t start = 0; start < sizes[k]; start += CHUNK)
+            sums[start / CHUNK] = squares(least(CHUNK, sizes[k] - start), thetas[k] + start);
+#pragma omp single
+        norms[k] = sqrt(added(parts(sizes[k], CHUNK), sums));
+    }
+}
+
 /* w <- by w, and theta + w, keep (apart + w) and way + w, each unless it is NULL (moving.move_). With `norms`, those that
- * are apart come to rest at once, as in qd_settle. 0 if there is no room. */
+ * are apart come to rest at once, theta - apart, and have these norms then (rest.settle_): once all of them have, since
+ * parameters may overlap. Without ws they do nothing else. 0 if there is no room. */
 int qd_move(int64_t count, const int64_t *sizes, float *const *thetas, float *const *ws, float *const *aparts,
             float *const *ways, float by, float keep, double *norms, int threads) {
     room *mine = borrow(2 * most_chunks(count, sizes));
     if (!mine) return 0;
     double *sums = (double *)mine->numbers;
+    const int once = disjoint(count, sizes, thetas);
 #pragma omp parallel num_threads(worth(total(count, sizes), threads))
     {
         const unsigned before = flush_denormals();
         for (int64_t k = 0; k < count; k++) {
-            float *theta = thetas[k], *w = ws[k], *apart = aparts[k], *way = ways[k];
-#pragma omp for schedule(static) /* and wait: parameters may overlap */
+            float *theta = thetas[k], *w = ws ? ws[k] : NULL, *apart = aparts[k], *way = ws ? ways[k] : NULL;
+#pragma omp for schedule(static) /* and wait for the overlapping ones */
             for (int64_t start = 0; start < sizes[k]; start += CHUNK) {
                 const int64_t last = least(start + CHUNK, sizes[k]);
+                if (w)
 #pragma omp simd
-                for (int64_t i = start; i < last; i++) theta[i] += w[i] *= by;
+                    for (int64_t i = start; i < last; i++) theta[i] += w[i] *= by;
                 if (way)
 #pragma omp simd
                     for (int64_t i = start; i < last; i++) way[i] += w[i];
-                if (apart)
+                if (w && apart)
 #pragma omp simd
                     for (int64_t i = start; i < last; i++) apart[i] = keep * (apart[i] + w[i]);
                 if (apart && norms) sums[start / CHUNK] = settle(last - start, theta + start, apart + start);
             }
-            if (apart && norms)
+            if (apart && norms && once)
 #pragma omp single
                 norms[k] = sqrt(added(parts(sizes[k], CHUNK), sums));
         }
+        if (norms && !once) measure(count, sizes, thetas, aparts, sums, norms);
         restore(before);
     }
     give_back(mine);
     return 1;
 }
 
-/* theta <- theta - apart of several arrays, and the norms that they have then (rest.settle_). 0 if there is no room. */
-int qd_settle(int64_t count, const int64_t *sizes, float *const *thetas, const float *const *aparts, double *norms,
-              int threads) {
-    room *mine = borrow(2 * most_chunks(count, sizes));
-    if (!mine) return 0;
-    double *sums = (double *)mine->numbers;
-#pragma omp parallel num_threads(worth(total(count, sizes), threads))
-    for (int64_t k = 0; k < count; k++) {
-        const float *apart = aparts[k];
-        float *theta = thetas[k];
-#pragma omp for schedule(static)
-        for (int64_t start = 0; start < sizes[k]; start += CHUNK) {
-            const int64_t size = least(CHUNK, sizes[k] - start);
-            sums[start / CHUNK] = settle(size, theta + start, apart + start);
-        }
-#pragma omp single
-        norms[k] = sqrt(added(parts(sizes[k], CHUNK), sums));
-    }
-    give_back(mine);
-    return 1;
-}
+static int as_left(double now, double then, float part) { return fabs(now - then) <= part * then; }
 
-/* theta <- theta + apart; but apart <- 0 where theta has not the norm that it had, but for that part (rest.lead_). The norms
- * are then NaN. 0 if there is no room. */
-int qd_lead(int64_t count, const int64_t *sizes, float *const *thetas, float *const *aparts, double *norms,
-            const float *allowed, int threads) {
+/* theta <- theta + apart; but apart <- 0 where theta has not the norm that it had, but for that part, and NaN in the place
+ * of the norm found (rest.lead_). 0 if there is no room. */
+int qd_lead(int64_t count, const int64_t *sizes, float *const *thetas, float *const *aparts, const double *norms,
+            const float *allowed, double *found, int threads) {
     room *mine = borrow(2 * most_chunks(count, sizes));
     if (!mine) return 0;
-    double *sums = (double *)mine->numbers;
 #pragma omp parallel num_threads(worth(total(count, sizes), threads))
-    for (int64_t k = 0; k < count; k++) {
-        float *theta = thetas[k], *apart = aparts[k];
-#pragma omp for schedule(static)
-        for (int64_t start = 0; start < sizes[k]; start += CHUNK)
-            sums[start / CHUNK] = squares(least(CHUNK, sizes[k] - start), theta + start);
-#pragma omp single
-        if (!(fabs(sqrt(added(parts(sizes[k], CHUNK), sums)) - norms[k]) <= allowed[k] * norms[k])) norms[k] = NAN;
-        const int same = norms[k] == norms[k];
-#pragma omp for schedule(static)
-        for (int64_t start = 0; start < sizes[k]; start += CHUNK) {
-            const int64_t last = least(start + CHUNK, sizes[k]);
-            if (same)
+    {
+        const unsigned before = flush_denormals();
+        measure(count, sizes, thetas, aparts, (double *)mine->numbers, found);
+        for (int64_t k = 0; k < count; k++) {
+            const int same = as_left(found[k], norms[k], allowed[k]);
+            float *theta = thetas[k], *apart = aparts[k];
+#pragma omp for schedule(static) /* and wait for the overlapping ones */
+            for (int64_t start = 0; start < sizes[k]; start += CHUNK) {
+                const int64_t last = least(start + CHUNK, sizes[k]);
+                if (same)
 #pragma omp simd
-                for (int64_t i = start; i < last; i++) theta[i] += apart[i];
-            else
-                memset(apart + start, 0, (last - start) * sizeof(float));
+                    for (int64_t i = start; i < last; i++) theta[i] += apart[i];
+                else
+                    memset(apart + start, 0, (last - start) * sizeof(float));
+            }
         }
+        restore(before);
     }
+    for (int64_t k = 0; k < count; k++)
+        if (!as_left(found[k], norms[k], allowed[k])) found[k] = NAN;
     give_back(mine);
     return 1;
 }

@@ -87,7 +87,7 @@ static inline void apply(int64_t n, const float *w, float *buffer, float *theta,
     }
 }
 
-/* average <- average + by (gradient - average), and found <- the same once more, times a factor (proposal.averages_). */
+/* average <- average + by (gradient - average), and found <- the same once more, times a factor (proposal.averaged_). */
 static inline void average(int64_t n, float *average, const float *gradient, float *found, float by, float factor) {
 #pragma omp simd
     for (int64_t i = 0; i < n; i++) {

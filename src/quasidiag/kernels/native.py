@@ -77,8 +77,7 @@ _SIGNATURES: dict[str, list[Any]] = {
     "qd_diagonal": [_SIZE, *[_POINTER] * 6, _Rule],
     "qd_average": [_SIZE, *[_POINTER] * 5, _FLOAT],
     "qd_move": [_SIZE, *[_POINTER] * 5, _FLOAT, _FLOAT, _POINTER],
-    "qd_settle": [_SIZE, *[_POINTER] * 4],
-    "qd_lead": [_SIZE, *[_POINTER] * 5],
+    "qd_lead": [_SIZE, *[_POINTER] * 6],
     "qd_dots": [_SIZE, *[_POINTER] * 4],
     "qd_square": [_SIZE, _POINTER, _FLOAT, _FLOAT, _FLAG, _POINTER],
     "qd_weaken": [_SIZE, _POINTER, _FLOAT, _POINTER],
@@ -262,9 +261,10 @@ def settle_(thetas: Sequence[Tensor], aparts: Sequence[Tensor]) -> list[float] |
     """``θ ← θ - apart``, and the norms that they have then."""
     if not (dense(*thetas, *aparts) and _fit(aparts, thetas)):
         return None
-    norms = (ctypes.c_double * len(thetas))()
-    sizes, lists = [e.numel() for e in aparts], map(_pointers, (thetas, aparts))
-    return [*norms] if _call("qd_settle", len(sizes), _sizes(sizes), *lists, norms) else None
+    norms, sizes = (ctypes.c_double * len(thetas))(), [e.numel() for e in aparts]
+    lists = _pointers(thetas), None, _pointers(aparts), None
+    done = _call("qd_move", len(sizes), _sizes(sizes), *lists, 0.0, 0.0, norms)
+    return [*norms] if done else None
 
 
 def lead_(
@@ -276,11 +276,11 @@ def lead_(
     """``θ ← θ + apart``, but ``apart ← 0`` where θ's norm is not what it was; whether it is."""
     if not (dense(*thetas, *aparts) and _fit(aparts, thetas)):
         return None
-    were = (ctypes.c_double * len(norms))(*norms)
+    were, found = (ctypes.c_double * len(norms))(*norms), (ctypes.c_double * len(norms))()
     sizes, lists = [e.numel() for e in aparts], map(_pointers, (thetas, aparts))
-    if not _call("qd_lead", len(sizes), _sizes(sizes), *lists, were, _numbers(allowed)):
+    if not _call("qd_lead", len(sizes), _sizes(sizes), *lists, were, _numbers(allowed), found):
         return None
-    return [not math.isnan(norm) for norm in were]
+    return [not math.isnan(norm) for norm in found]
 
 
 def dots(xs: Sequence[Tensor], ys: Sequence[Tensor]) -> list[float] | None:
@@ -361,7 +361,7 @@ def root(
     units, n = mii.shape[-2:]
     assert shift is None or shift.numel() * units == mii.numel()
     found = torch.empty_like(m00), torch.empty_like(mii), torch.empty_like(mii)
-    given = *map(_pointer, (m00, m0i, mii, shift)), bounds and _floats(bounds)
+    given = *map(_pointer, (m00, m0i, mii, shift)), bounds and _numbers(bounds)
     done = _call("qd_root", m00.numel(), n, units, *given, *map(_pointer, found))
     return found if done else None
 
@@ -397,8 +397,7 @@ class Directions:
         self, wanted: Sequence[Wanted], whole: float, poles: Sequence[tuple[float, float]]
     ) -> None:
         self.wanted, self._every = wanted, (_Alike * len(wanted))(*map(_alike, wanted))
-        parts = (ctypes.addressof(_floats(numbers)) for numbers in zip(*poles))
-        self._rational = whole, *parts, len(poles)
+        self._rational = whole, *map(_numbers, zip(*poles)), len(poles)
 
     def average(self, averagings: Sequence[Averaging], new: float) -> bool:
         """Let the next ones be of averages that these gradients go into first, or say that this cannot be."""
@@ -466,12 +465,6 @@ def _pointers(tensors: Sequence[Tensor | None]) -> ctypes.Array[ctypes.c_void_p]
 
 def _numbers(numbers: Sequence[float]) -> ctypes.Array[ctypes.c_float]:
     return (ctypes.c_float * len(numbers))(*numbers)
-
-
-@functools.lru_cache(8)
-def _floats(numbers: tuple[float, ...]) -> ctypes.Array[ctypes.c_float]:
-    """Constants, which stay where they are."""
-    return _numbers(numbers)
 
 
 def _sizes(sizes: Sequence[int]) -> ctypes.Array[ctypes.c_int64]:

@@ -25,7 +25,7 @@ class Wanted(NamedTuple):
 class Averaging(NamedTuple):
     """What ``v``, the averages of one layer, become before: these gradients go in, and once more, times a factor.
 
-    That is ``proposal.averages_``. The directions are so many times as long.
+    That is ``proposal.averaged_``. The directions are so many times as long.
     """
 
     gradients: Sequence[Tensor]
