@@ -130,7 +130,7 @@ static int by_address(const void *x, const void *y) {
 
 /* Whether no two arrays share a number. */
 static int disjoint(int64_t count, const int64_t *sizes, float *const *arrays) {
-    range ranges[count];
+    range ranges[count + 1]; /* there may be none */
     for (int64_t k = 0; k < count; k++) ranges[k] = (range){arrays[k], arrays[k] + sizes[k]};
     qsort(ranges, count, sizeof *ranges, by_address);
     for (int64_t k = 1; k < count; k++)
