@@ -173,14 +173,13 @@ class Riemannian(Saved):
         self.safeguard = (
             chosen.safeguard if safeguard == "default" else validate.safeguard(safeguard)
         )
-        self.metric, self.orthogonal = chosen.metric, chosen.orthogonal
-        self.averaged = chosen.averaged
-        self.metric_start, self.metric_every = chosen.metric_start, chosen.metric_every
-        self.step_fraction, self.step_every = step_fraction, chosen.step_every
+        self.metric, self.metric_start = chosen.metric, chosen.metric_start
+        self.orthogonal, self.averaged = chosen.orthogonal, chosen.averaged
+        self.metric_every, self.step_every = chosen.metric_every, chosen.step_every
         self.model, self.criterion, self.reduction = model, criterion, reduction
         self.nonfinite, self.capturable = nonfinite, capturable
-        self.samples, self.metric_fraction, self.seed = samples, metric_fraction, seed
-        self.sharing, self.foreach = sharing, foreach
+        self.metric_fraction, self.step_fraction = metric_fraction, step_fraction
+        self.samples, self.seed, self.sharing, self.foreach = samples, seed, sharing, foreach
         self.loss_reduction, self.loss_scale = loss_reduction, loss_scale
         self.process_group, self.steps, self.whole = process_group, 0, params is None
         defaults = dict(
