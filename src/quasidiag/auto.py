@@ -367,7 +367,7 @@ def _excess(
     moved = each[: len(blocks)].diagonal(dim1=1, dim2=2).clamp_min(0.0).sqrt()
     steps = (moved @ torch.tensor(best, dtype=torch.float64).abs()).tolist()
     units = [max(1, len(block.parameters[0])) for block in blocks]
-    most = [LONGEST * math.sqrt(n * (x if x > usual else usual)) for n, x in zip(units, own)]
+    most = [LONGEST * math.sqrt(n * max(usual, x)) for n, x in zip(units, own)]
     excess = [step / x for step, x in zip(steps, most)]
     of = zip(blocks, means(excess, ranks))
     return {p: ratio for block, ratio in of if ratio > 1 for p in block.parameters}

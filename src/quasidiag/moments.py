@@ -14,7 +14,10 @@ from __future__ import annotations
 from typing import NamedTuple
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
+
+#: What nearly every tensor is.
+PLAIN = (Tensor, nn.Parameter)
 
 
 class Moments(NamedTuple):

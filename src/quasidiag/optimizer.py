@@ -170,18 +170,17 @@ class Riemannian(Saved):
             raise ValueError("only step='auto' averages where its steps led")
         validate.criterion(criterion, chosen.metric, loss_reduction)
         self.auto = Report() if step == "auto" else None
-        self.safeguard = (
-            chosen.safeguard if safeguard == "default" else validate.safeguard(safeguard)
-        )
+        given = safeguard != "default"
+        self.safeguard = validate.safeguard(safeguard) if given else chosen.safeguard
         self.metric, self.metric_start = chosen.metric, chosen.metric_start
         self.orthogonal, self.averaged = chosen.orthogonal, chosen.averaged
         self.metric_every, self.step_every = chosen.metric_every, chosen.step_every
         self.model, self.criterion, self.reduction = model, criterion, reduction
-        self.nonfinite, self.capturable = nonfinite, capturable
         self.metric_fraction, self.step_fraction = metric_fraction, step_fraction
         self.samples, self.seed, self.sharing, self.foreach = samples, seed, sharing, foreach
         self.loss_reduction, self.loss_scale = loss_reduction, loss_scale
-        self.process_group, self.steps, self.whole = process_group, 0, params is None
+        self.nonfinite, self.capturable, self.process_group = nonfinite, capturable, process_group
+        self.steps, self.whole = 0, params is None
         defaults = dict(
             lr=chosen.lr,
             gamma=chosen.gamma,

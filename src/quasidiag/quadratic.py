@@ -90,6 +90,7 @@ class QuadraticModel:
     def __init__(self, replay: Replay, share: float | None, report: Report) -> None:
         self.replay, self.share, self.report = replay, share, report
 
+    @np.errstate(all="ignore")  # what is not finite is seen to
     def coefficients(
         self,
         gradient: Direction,
@@ -106,22 +107,6 @@ class QuadraticModel:
         ``along`` are the slopes as far as they are known. Relative to ``factor`` a direction's own, the ``largest`` of its
         groups', may be smaller. ``steep`` is the slope along the natural gradient of the criterion's own parameters.
         """
-        with np.errstate(all="ignore"):  # what is not finite is seen to
-            return self._coefficients(
-                gradient, named, along, products, factor, largest, steep, ranks
-            )
-
-    def _coefficients(
-        self,
-        gradient: Direction,
-        named: Mapping[str, Direction],
-        along: Mapping[str, Any],
-        products: Tensor,
-        factor: float,
-        largest: Mapping[str, float],
-        steep: float,
-        ranks: Any,
-    ) -> list[float]:
         names, directions, k = [*named], [*named.values()], len(named)
         forms, own = self._fisher(directions)
         # g and M are the same on all ranks up to rounding, and no rank may decide otherwise than the others.

@@ -18,13 +18,14 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from quasidiag.blocks import DiagonalBlock, State
-
-#: What nearly every tensor is; to ask one of these for what it does not have takes long.
-PLAIN = (Tensor, nn.Parameter)
+from quasidiag.moments import PLAIN
 
 
 def is_sharded(tensor: Tensor) -> bool:
-    """Whether it is a ``DTensor``; asked without importing ``torch.distributed.tensor``, which takes a while."""
+    """Whether it is a ``DTensor``; asked without importing ``torch.distributed.tensor``, which takes a while.
+
+    So does asking a plain tensor for what it does not have.
+    """
     return type(tensor) not in PLAIN and hasattr(tensor, "placements")
 
 

@@ -28,7 +28,7 @@ from torch import Tensor
 from quasidiag.kernels.rule import Rule
 from quasidiag.kernels.squares import Squares
 from quasidiag.kernels.wanted import Averaging, Found, Lengths, Wanted
-from quasidiag.moments import Moments, smallest
+from quasidiag.moments import PLAIN, Moments, smallest
 
 SOURCES = "native", "orthogonal", "direction", "products"
 SMALLEST = smallest(torch.float32)
@@ -37,7 +37,7 @@ LEAST = 4_096
 #: Matrices of so few rows (or columns) are mostly padding when they are packed. Longer than the second, they are left alone.
 NARROW, LONG = 16, 4_096
 
-_PLAIN, _FLOAT32 = (Tensor, torch.nn.Parameter), torch.float32
+_FLOAT32 = torch.float32
 _FLAGS = {
     "AVX512": ["-mavx512f", "-mavx512bw", "-mavx512dq", "-mavx512vl", "-mavx2", "-mfma"],
     "AVX2": ["-mavx2", "-mfma"],
@@ -172,7 +172,7 @@ def dense(*tensors: Tensor | None) -> bool:
     """Whether these are plain, dense float32 numbers on the CPU."""
     for t in tensors:
         if t is not None and not (
-            type(t) in _PLAIN and t.dtype is _FLOAT32 and t.is_cpu and t.is_contiguous()
+            type(t) in PLAIN and t.dtype is _FLOAT32 and t.is_cpu and t.is_contiguous()
         ):
             return False
     return not torch.compiler.is_compiling() and library() is not None
