@@ -27,7 +27,7 @@ from torch import Tensor
 
 from quasidiag import bounce, rest, together
 from quasidiag.blocks import DiagonalBlock
-from quasidiag.directions import Direction, before_way, dot, dots, gathered, mean, means
+from quasidiag.directions import Direction, before_way, dot, dots, gathered, means
 from quasidiag.moving import move_
 from quasidiag.proportions import echoes, further, measured, weights
 from quasidiag.proposal import Proposal, part_of, proportioned, propose, ranks_of, stacks_of
@@ -197,7 +197,7 @@ def descend_(optimizer: Riemannian, model: QuadraticModel, measures: bool) -> No
         for p in _way(optimizer):
             del optimizer.state[p]["update"]
         rest.mark_(optimizer)
-        steep = float(dot(gradient, known))
+        steep = dot(gradient, known)
         best = _measure(optimizer, model, gradient, named, proposal, factor, largest, steep)
         report.stride, report.parts = 0, parts
     else:
@@ -276,7 +276,7 @@ def _slopes(optimizer: Riemannian, gradient: Direction) -> list[float]:
     layers: list[Sequence[Tensor]] = [block.parameters for block in optimizer._blocks]
     layers.append([p for p in optimizer._others if p not in own])
     parts = [{p: way[p] for p in layer if p in way} for layer in layers]
-    return mean(dots(gradient, parts), ranks_of(optimizer)).tolist()
+    return [*means(dots(gradient, parts), ranks_of(optimizer))]
 
 
 def _listen(optimizer: Riemannian, report: Report, gradient: Direction) -> None:

@@ -32,7 +32,7 @@ def after_step(
     return found
 
 
-def dots(covector: Direction, directions: Sequence[Direction]) -> Tensor:
+def dots(covector: Direction, directions: Sequence[Direction]) -> list[float]:
     """The product with each direction, over the parameters that both have; a device is waited for once."""
     pairs = [
         (i, v, cast(g, v.dtype))
@@ -40,19 +40,20 @@ def dots(covector: Direction, directions: Sequence[Direction]) -> Tensor:
         for p, v in u.items()
         if (g := covector.get(p)) is not None
     ]
-    total = torch.zeros(len(directions), dtype=torch.float64)
+    total = [0.0] * len(directions)
     if not pairs:
         return total
     of, vs, gs = zip(*pairs)
-    known = kernels.dots(vs, gs)
-    if known is None:
-        found = gathered([torch.dot(v.flatten(), g.flatten()) for v, g in zip(vs, gs)])
-    else:
-        found = torch.tensor(known, dtype=torch.float64)
-    return total.index_add_(0, torch.tensor(of), found)
+    found = kernels.dots(vs, gs)
+    if found is None:
+        each = gathered([torch.dot(v.flatten(), g.flatten()) for v, g in zip(vs, gs)])
+        found = each.tolist()
+    for i, x in zip(of, found):
+        total[i] += x
+    return total
 
 
-def dot(covector: Direction, u: Direction) -> Tensor:
+def dot(covector: Direction, u: Direction) -> float:
     """The product with one direction."""
     return dots(covector, [u])[0]
 

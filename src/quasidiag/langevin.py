@@ -15,6 +15,7 @@ from torch import Generator, Tensor, nn
 
 from quasidiag import root, together, validate
 from quasidiag.blocks import DiagonalBlock, QuasiDiagonalBlock, State, UnitwiseBlock, Update
+from quasidiag.hidden import hidden
 from quasidiag.optimizer import Riemannian
 from quasidiag.outputs import OutputModel
 from quasidiag.sharding import is_sharded
@@ -78,7 +79,7 @@ class Langevin(Riemannian):
         options.setdefault("metric", "outer-product" if criterion is None else "monte-carlo")
         super().__init__(model, criterion, lr=lr, **options)
 
-    @torch._disable_dynamo
+    @hidden
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """As in :class:`Riemannian`; the group may have a ``prior``."""
         group = {"prior": self.prior, **param_group}

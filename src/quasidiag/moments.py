@@ -11,6 +11,7 @@ per-sample gradients are never built. Nothing here knows of losses.
 
 from __future__ import annotations
 
+from contextlib import AbstractContextManager, nullcontext
 from typing import NamedTuple
 
 import torch
@@ -64,3 +65,9 @@ def cast(x: Tensor, dtype: torch.dtype) -> Tensor:
 def smallest(dtype: torch.dtype) -> float:
     """Below this a moment counts as zero: far enough above the denormals that products with it stay out of them."""
     return torch.finfo(dtype).tiny * 2.0**24
+
+
+def full_precision(device: torch.device) -> AbstractContextManager[object]:
+    """The metric is kept and inverted in its own precision, also when called under autocast."""
+    on = torch.is_autocast_enabled(device.type)
+    return torch.autocast(device.type, enabled=False) if on else nullcontext()

@@ -3,7 +3,6 @@ r"""The optimizer: :math:`θ ← θ - η M^{-1} v` with the metric's moving aver
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterator
-from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
@@ -13,8 +12,10 @@ from quasidiag import auto, distributed, placeholder, rest, together, validate
 from quasidiag.blocks import DiagonalBlock, Update
 from quasidiag.collect import Collector, LossScale
 from quasidiag.defaults import DEFAULTS, everything
-from quasidiag.moments import Moments, cast
+from quasidiag.hidden import hidden
+from quasidiag.moments import Moments, cast, full_precision
 from quasidiag.outputs import OutputModel
+from quasidiag.penalty import penalty
 from quasidiag.probe import Hook
 from quasidiag.proposal import Plan
 from quasidiag.quadratic import QuadraticModel
@@ -60,7 +61,8 @@ class Riemannian(Saved):
         floor: a lower bound on the solve's denominator; ``None`` means ``eps``, as in the paper, ``0.0`` none.
         samples: targets drawn per sample, for the Monte Carlo metric.
         momentum: of the Riemannian gradient, as in ``torch.optim.SGD``.
-        weight_decay: decoupled, as in AdamW. It breaks the invariance.
+        weight_decay: decoupled, as in AdamW; with ``step="auto"`` a part of the loss, as in SGD
+            (:mod:`quasidiag.penalty`). It breaks the invariance.
         maximize: go up the loss.
         params: param groups as in ``torch.optim``, each with its own ``lr``, ``gamma``, ``eps``, ``floor``,
             ``momentum``, ``weight_decay``; by default all that is trainable in the model and the criterion.
@@ -249,7 +251,7 @@ class Riemannian(Saved):
             self.criterion,
         )
 
-    @torch._disable_dynamo
+    @hidden
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Add a param group; its layers are watched from the next forward pass on.
 
@@ -277,7 +279,7 @@ class Riemannian(Saved):
             if self._model is not None:
                 self._model.replay.parameters = [*self._group]
 
-    @torch._disable_dynamo  # bookkeeping by layer; the kernels are fused already
+    @hidden
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """Update the metric by the minibatch, and the parameters by its Riemannian gradient."""
@@ -297,10 +299,11 @@ class Riemannian(Saved):
         return loss
 
     def _step(self) -> None:
-        with self._full_precision():
+        with full_precision(next(iter(self._group)).device):
             usable = ready(self)
             if self._model is not None:
                 self._model.replay.check()
+                self._model.penalty = penalty(self)
                 turn = auto.turn(self, self._model, usable)
                 usable = not (turn.judges and auto.retreat_(self, self._model)) and usable
             if usable and self._model is not None:
@@ -316,14 +319,14 @@ class Riemannian(Saved):
             if usable:
                 auto.project_(self)
 
-    @torch._disable_dynamo
+    @hidden
     @torch.no_grad()
     def precondition_(self) -> None:
         """Update the metric and turn every ``.grad`` into the Riemannian gradient, in place.
 
         For people who bring their own optimizer, which then takes the step.
         """
-        with self._full_precision():
+        with full_precision(next(iter(self._group)).device):
             if ready(self):
                 self._update_metric()
                 for parameter, w in self._directions():
@@ -332,12 +335,6 @@ class Riemannian(Saved):
                 for p in (p for b in self._blocks if not self._known(b) for p in b.parameters):
                     p.grad = None if p.grad is None else p.grad.zero_()
         self._forget()
-
-    def _full_precision(self) -> AbstractContextManager[object]:
-        """The metric is kept and inverted in its own precision, also when called under autocast."""
-        device = next(iter(self._group)).device.type
-        on = torch.is_autocast_enabled(device)
-        return torch.autocast(device, enabled=False) if on else nullcontext()
 
     def moments(self, layer: nn.Module | nn.Parameter) -> Moments:
         """The moments of a layer's units, averaged so far; of one block of an LSTM or an attention, by its weight."""
@@ -481,6 +478,9 @@ class Riemannian(Saved):
         gradient = cast(parameter.grad, dtype)
         if self.criterion is None and self.loss_reduction == "sum":
             gradient = gradient / self._collector.total
+        if self._model is not None and parameter in self._model.penalty.decays:
+            decay = self._model.penalty.decays[parameter]
+            gradient = gradient.add(cast(parameter.detach(), dtype), alpha=decay)
         return -gradient if self._group[parameter]["maximize"] else gradient
 
     def _forget(self) -> None:

@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from torch.autograd.graph import GradientEdge, Node, get_gradient_edge, register_multi_grad_hook
 from torch.utils.hooks import RemovableHandle
 
+from quasidiag.hidden import hidden
 from quasidiag.layers.base import Adapter
 from quasidiag.layers.composite import Call, Composite, Rerun, Surroundings, arguments
 from quasidiag.sharding import is_sharded
@@ -130,7 +131,7 @@ class Hook:
     def __init__(self, method: Callable[..., None] | None) -> None:
         self._method = None if method is None else weakref.WeakMethod(method)
 
-    @torch._disable_dynamo  # a compiled model pauses here: the graph's edges exist only outside
+    @hidden
     def __call__(self, *args: Any, **kwargs: Any) -> None:
         method = None if self._method is None else self._method()
         if method is not None:
@@ -157,7 +158,7 @@ class Outside:
     def __init__(self, function: Callable[..., None]) -> None:
         self._function = function
 
-    @torch._disable_dynamo
+    @hidden
     def __call__(self, *args: Any) -> None:
         self._function(*args)
 
@@ -402,14 +403,13 @@ def reaches(output: Tensor, parameters: Iterable[Tensor]) -> bool:
     Where the graph has none of them (a reentrant checkpoint's, or cut by ``fully_shard``) that is for nobody to see.
     """
     training = [p for p in parameters if p.requires_grad]
-    passed: set[Node] = set()
-    for p in training:
-        if not is_sharded(p):
-            node = get_gradient_edge(p).node
+    plain, passed = {id(p) for p in training if not is_sharded(p)}, False
+    for node in below(output):
+        if id(getattr(node, "variable", None)) in plain:
             if _runs(node):
                 return True
-            passed.add(node)
-    return bool(training) and passed.isdisjoint(below(output))
+            passed = True
+    return bool(training) and not passed
 
 
 def _runs(node: Node) -> bool:

@@ -22,6 +22,7 @@ from torch import Tensor
 from quasidiag import distributed
 from quasidiag.directions import Direction, after_step, before_way, dots, mean, means
 from quasidiag.outputs import OutputModel
+from quasidiag.penalty import Penalty
 from quasidiag.replay import Batch, Replay
 from quasidiag.report import STEPS, Report
 
@@ -89,6 +90,8 @@ class QuadraticModel:
 
     def __init__(self, replay: Replay, share: float | None, report: Report) -> None:
         self.replay, self.share, self.report = replay, share, report
+        #: What belongs to the loss besides, in this step.
+        self.penalty = Penalty({})
 
     @np.errstate(all="ignore")  # what is not finite is seen to
     def coefficients(
@@ -109,8 +112,12 @@ class QuadraticModel:
         """
         names, directions, k = [*named], [*named.values()], len(named)
         forms, own = self._fisher(directions)
+        if self.penalty.decays:
+            forms = forms + self.penalty.forms(directions)
+            own = own + self.penalty.slopes(directions)
+        room = self.replay.above_least() + self.penalty.value()
         # g and M are the same on all ranks up to rounding, and no rank may decide otherwise than the others.
-        rest = [torch.tensor([self.replay.above_least()], dtype=torch.float64), forms.flatten()]
+        rest = [torch.tensor([room], dtype=torch.float64), forms.flatten()]
         first = torch.tensor(_slopes(gradient, named, along), dtype=torch.float64)
         numbers = mean(torch.cat([first, own, *rest, products.flatten()]), ranks).numpy()
         linear, slopes, room = numbers[:k], numbers[k : 2 * k], float(numbers[2 * k])
@@ -349,11 +356,13 @@ class QuadraticModel:
 
     def _compared(self, start: Direction, ranks: Any) -> Tensor:
         """The loss, and what it would be with the parameters ``start``."""
+        penalties = [self.penalty.value(), self.penalty.value(start)]
         pairs = [
             torch.stack(self.replay.values(b, start, self._jury(b))) * w
             for w, b in self.replay.weighted()
         ]
-        return mean(torch.stack(pairs).sum(0).cpu(), ranks)
+        losses = torch.stack(pairs).sum(0).cpu() + torch.tensor(penalties, dtype=torch.float64)
+        return mean(losses, ranks)
 
     def _jury(self, batch: Batch) -> float:
         """The share of a minibatch that judges."""
@@ -381,7 +390,7 @@ def _slopes(
 ) -> list[float]:
     """Those along all directions; the known ones are not found again."""
     fresh = [name for name in named if along.get(name) is None]
-    found = dots(gradient, [named[name] for name in fresh]).tolist() if fresh else []
+    found = dots(gradient, [named[name] for name in fresh]) if fresh else []
     known = {**along, **dict(zip(fresh, found))}
     return [known[name] for name in named]
 

@@ -12,7 +12,7 @@ import math
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -37,7 +37,7 @@ Moved = tuple[Tensor, Tensor, list[Tensor]]
 AT_ONCE = 2**16
 #: In one of so many forward passes it is looked whether the model draws from generators that are not torch's, because to
 #: read their states takes longer than all else here. A model that ever did has them recorded in all.
-LOOK = 10
+LOOK = 50
 #: Relative: a total of weights that is negative by no more than this is none.
 ROUNDING = 1e-6
 #: What a model says, besides a ``RuntimeError``, of an input that does not fit.
@@ -46,14 +46,19 @@ UNFIT = ValueError, IndexError, TypeError
 
 @dataclass(eq=False)
 class Batch:
-    """A call and what the criterion said of it; ``weight`` is the loss's part in what was backpropagated."""
+    """A call and what the criterion said of its output; ``weight`` is the loss's part in what was backpropagated.
+
+    ``values`` are its losses in float64, of a part of the samples or all of them, as far as they were asked for.
+    """
 
     call: Call
     reading: Reading | None
+    output: Tensor
     target: Tensor
     version: list[int]
     loss: Tensor
     weight: Tensor | None = None
+    values: dict[Part | None, Tensor] = field(default_factory=dict)
 
     @property
     def intact(self) -> bool:
@@ -61,6 +66,10 @@ class Batch:
         arguments = versions(self.call.arguments) == self.call.entered
         outputs = [x._version for x in self.call.outputs] == self.call.versions
         return arguments and outputs and versions(self.target) == self.version
+
+    def targets(self, part: Part | None) -> Tensor:
+        """Those of a part of the samples."""
+        return self.target if part is None else part.rows(self.target)
 
 
 class Replay:
@@ -141,7 +150,9 @@ class Replay:
         call, reading = next((pair for pair in found if pair[1] is not None), unknown)
         if reading is None and not self._concerns(judged):
             return  # another model's output
-        batch = Batch(call, reading, target, versions(target), loss.detach().clone())
+        if reading is not None and reading.strides is None:
+            output = reading.of(call.outputs)  # a copy may be of another precision
+        batch = Batch(call, reading, output, target, versions(target), loss.detach().clone())
         loan = self._judgements.lend((batch, judged))
 
         def backpropagated(gradient: Tensor) -> None:
@@ -231,7 +242,7 @@ class Replay:
                     self.mode = "plain" if self.mode == "fast" else "differences"
 
     def _tangents(self, batch: Batch, directions: Sequence[Direction], part: Part | None) -> Moved:
-        target = batch.target if part is None else part.rows(batch.target)
+        target = batch.targets(part)
         if self.mode == "differences":
             moved = [self._difference(batch, u, part) for u in directions]
             return self._run(batch, {}, part), target, moved
@@ -281,8 +292,7 @@ class Replay:
 
     def terms(self, batch: Batch, share: float = 1.0) -> int:
         """How many terms the loss of a share of a minibatch is the mean of."""
-        assert batch.reading is not None
-        output, target = batch.reading.of(batch.call.outputs), batch.target
+        output, target = batch.output, batch.target
         part = self._part(batch, share)
         if part is not None:
             # As many rows of the output as there would be, without a copy of them: it is targets that count.
@@ -296,16 +306,22 @@ class Replay:
         In float64 from the outputs on: a loss has constants, which in float32 would hide what a small step does. Of a
         part neither loss is known, and both are found alike: masks and statistics are its own.
         """
-        assert batch.reading is not None
-        part, target = self._part(batch, share), batch.target
-        now = None if part is None else self._tried(batch, part)
-        if part is not None and now is not None:
-            target = part.rows(target)
-        else:
-            self.divisible = self.divisible if part is None else False
-            now, part = batch.reading.of(batch.call.outputs), None
-        before = self._run(batch, start, part)
-        return self._loss(now, target, {}), self._loss(before, target, start)
+        part = self._part(batch, share)
+        now = self._now(batch, part)
+        if now is None:
+            self.divisible, part = False, None
+            now = self._now(batch, None)
+        assert now is not None
+        return now, self._loss(self._run(batch, start, part), batch.targets(part), start)
+
+    def _now(self, batch: Batch, part: Part | None) -> Tensor | None:
+        """The loss of a part as it was, which a step asks for several times; ``None`` if the model will not run on it."""
+        if part not in batch.values:
+            output = batch.output if part is None else self._tried(batch, part)
+            if output is None:
+                return None
+            batch.values[part] = self._loss(output, batch.targets(part), {})
+        return batch.values[part]
 
     def _loss(self, output: Tensor, target: Tensor, parameters: Direction) -> Tensor:
         """On a CPU a part of the samples at a time, each counting for as many terms as it has."""
@@ -314,17 +330,16 @@ class Replay:
         }
 
         def loss(y: Tensor, t: Tensor) -> Tensor:
-            t = t.double() if t.is_floating_point() else t
-            with torch.no_grad(), _standing_in(self.criterion, own, _doubled):
-                return self.criterion(y.detach().double(), t)
+            return self.criterion(y.double(), t.double() if t.is_floating_point() else t)
 
         rows = AT_ONCE // max(1, output[0].numel())
-        if output.is_cuda or not 0 < rows < len(output) == len(target):
-            return loss(output, target)
-        parts = [*zip(output.split(rows), target.split(rows))]
-        terms = [float(self.criterion.terms(y, t)) for y, t in parts]
-        found = [loss(y, t) * n for n, (y, t) in zip(terms, parts) if n]
-        return torch.stack(found).sum() / sum(terms) if found else loss(output, target)
+        with torch.no_grad(), _standing_in(self.criterion, own, _doubled):
+            if output.is_cuda or not 0 < rows < len(output) == len(target):
+                return loss(output, target)
+            parts = [*zip(output.split(rows), target.split(rows))]
+            terms = [float(self.criterion.terms(y, t)) for y, t in parts]
+            found = [loss(y, t) * n for n, (y, t) in zip(terms, parts) if n]
+            return torch.stack(found).sum() / sum(terms) if found else loss(output, target)
 
     def loss(self) -> float:
         """What the minibatches of this step came to."""
@@ -332,8 +347,7 @@ class Replay:
 
     def least(self, batch: Batch) -> float:
         """No less can the loss of a minibatch be."""
-        assert batch.reading is not None
-        return self.criterion.least_of(batch.reading.of(batch.call.outputs))
+        return self.criterion.least_of(batch.output)
 
     def above_least(self) -> float:
         """How far that is above the least that it could be."""

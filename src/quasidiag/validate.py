@@ -163,7 +163,6 @@ def auto_group(group: dict[str, Any]) -> None:
     """A param group has nothing that ``step="auto"`` would not follow."""
     instead = {
         "momentum": "leave it out (a scheduler that cycles momentum takes cycle_momentum=False)",
-        "weight_decay": "add a penalty to the loss, such as 1e-4 times the sum of the squared weights",
         "maximize": "leave it out",
     }
     for name, advice in instead.items():

@@ -420,7 +420,7 @@ def test_close_leaves_no_hook() -> None:
 
 @pytest.mark.parametrize(
     ("name", "instead"),
-    [("momentum", "cycle_momentum=False"), ("weight_decay", "penalty"), ("maximize", "leave it")],
+    [("momentum", "cycle_momentum=False"), ("maximize", "leave it")],
 )
 def test_what_the_model_decides_is_refused(name: str, instead: str) -> None:
     model, loss, *_ = problem()

@@ -73,6 +73,7 @@ def ranks(rank: int, size: int) -> dict[str, Found]:
         "uneven": learn(DDP(model()), uneven, by=1.0),
         "late": learn(DDP(model()), uneven, by=1.0, late=True, step_every=1),
         "multiplied": learn(DDP(model()), uneven, by=64.0),
+        "decaying": learn(DDP(model()), uneven, by=1.0, weight_decay=0.1),
     }
 
 
@@ -89,7 +90,9 @@ def test_two_ranks_equal_one_with_all_samples() -> None:
     late = learn(model(), batches(STEPS), late=True, step_every=1, process_group=None)
     assert late[1]["bounces"] > 0
     assert bounded[1]["unbounded"] > 2 * bounded[1]["promise"] > 0
+    decaying = learn(model(), batches(STEPS), weight_decay=0.1, process_group=None)
     expected = {"even": whole, "uneven": whole, "known": bounded, "late": late}
+    expected["decaying"] = decaying
     for kind, (parameters, report) in expected.items():
         for result in results:
             same(result[kind][0], parameters)

@@ -1,0 +1,39 @@
+"""What a compiler must not look into: hooks, whose graph's edges exist only outside, and bookkeeping by layer."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import ParamSpec, TypeVar
+
+import torch
+from torch._C._dynamo import eval_frame
+
+P = ParamSpec("P")
+T = TypeVar("T")
+
+
+def hidden(function: Callable[P, T]) -> Callable[P, T]:
+    """``torch._disable_dynamo``, at no cost where nobody compiles: a small network's step is made of dozens of hooks."""
+    disabled = torch._disable_dynamo(function)
+
+    @functools.wraps(function)
+    def call(*args: P.args, **kwargs: P.kwargs) -> T:
+        known = function if eval_frame.get_eval_frame_callback() is None else disabled
+        return known(*args, **kwargs)
+
+    return call if _skipped(call) else disabled
+
+
+def _skipped(function: Callable[..., object]) -> bool:
+    """Have the compiler go around a function, but not around what it calls; older versions of torch cannot be asked to."""
+    try:
+        skip = eval_frame._FrameExecStrategy(
+            eval_frame._FrameAction.SKIP, eval_frame._FrameAction.DEFAULT
+        )
+        eval_frame.set_code_exec_strategy(function.__code__, skip)
+        eval_frame.get_eval_frame_callback()
+    except AttributeError:
+        return False
+    function._torchdynamo_disable = True  # type: ignore[attr-defined]
+    return True

@@ -1,0 +1,166 @@
+"""Weight decay without an ``lr``: a part of the loss, with its slope and its curvature."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import quasidiag as qd
+from nets import batch, linear_layers, mlp
+from quasidiag.penalty import Penalty
+
+N, INPUTS, OUTPUTS = 40, 5, 2
+
+
+def data(seed: int = 0) -> tuple[Tensor, Tensor]:
+    x, t = batch("gaussian", N, INPUTS, OUTPUTS, seed)
+    return x, 3 * t + x[:, :OUTPUTS]
+
+
+def step(optimizer: qd.Riemannian, x: Tensor, t: Tensor) -> None:
+    optimizer.zero_grad()
+    assert optimizer.criterion is not None
+    optimizer.criterion(optimizer.model(x), t).backward()
+    optimizer.step()
+
+
+def objective(optimizer: qd.Riemannian, x: Tensor, t: Tensor, decay: float) -> float:
+    assert optimizer.criterion is not None
+    with torch.no_grad():
+        size = sum(p.square().sum() for p in optimizer.model.parameters())
+        return float(optimizer.criterion(optimizer.model(x), t) + decay / 2 * size)
+
+
+class Bare(nn.Module):
+    """A dense layer that nobody knows for one."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(OUTPUTS, INPUTS, dtype=torch.float64))
+        self.bias = nn.Parameter(torch.randn(OUTPUTS, dtype=torch.float64))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return nn.functional.linear(x, self.weight, self.bias)
+
+
+# ------------------------------------------------ What it is
+
+
+def test_value_slopes_and_forms_are_those_of_half_the_weighted_squares() -> None:
+    generator = torch.Generator().manual_seed(0)
+    a, b, c = (
+        torch.randn(n, generator=generator, dtype=torch.float64, requires_grad=True)
+        for n in (3, 4, 5)
+    )
+    u, v = ({p: torch.randn_like(p, requires_grad=False) for p in (a, b, c)} for _ in range(2))
+    del v[b]
+    penalty = Penalty({a: 0.3, b: 2.0})
+
+    def value(x: Tensor, y: Tensor) -> Tensor:
+        moved = {p: p.detach() + x * u[p] + y * v.get(p, 0 * p.detach()) for p in (a, b, c)}
+        return 0.15 * moved[a].square().sum() + moved[b].square().sum()
+
+    zero = torch.zeros((), dtype=torch.float64)
+    slopes = torch.stack(torch.autograd.functional.jacobian(value, (zero, zero)))
+    rows = torch.autograd.functional.hessian(value, (zero, zero))
+    forms = torch.stack([torch.stack([*row]) for row in rows])
+    assert penalty.value() == pytest.approx(float(value(zero, zero)), rel=1e-12)
+    there = {p: p.detach() + u[p] for p in (a, c)}
+    along = 0.15 * there[a].square().sum() + b.detach().square().sum()
+    assert penalty.value(there) == pytest.approx(float(along), rel=1e-12)
+    torch.testing.assert_close(penalty.slopes([u, v]), slopes, rtol=1e-12, atol=1e-12)
+    torch.testing.assert_close(penalty.forms([u, v]), forms, rtol=1e-12, atol=1e-12)
+
+
+@pytest.mark.filterwarnings("ignore:no block structure")
+@pytest.mark.parametrize("bare", [False, True], ids=["layer", "bare"])
+@pytest.mark.parametrize("decay", [0.0, 0.1, 10.0])
+def test_the_step_promises_what_the_loss_with_it_does(bare: bool, decay: float) -> None:
+    # Linear and Gaussian: the quadratic model is the loss itself.
+    torch.manual_seed(0)
+    model: nn.Module = Bare() if bare else mlp(INPUTS, OUTPUTS)
+    optimizer = qd.Riemannian(
+        model, qd.Gaussian().double(), weight_decay=decay, step_every=1, step_fraction=1.0
+    )
+    (x, t), (x2, t2) = data(), data(1)
+    before, elsewhere = (objective(optimizer, *both, decay) for both in ((x, t), (x2, t2)))
+    step(optimizer, x, t)
+    assert optimizer.auto is not None
+    change = objective(optimizer, x, t, decay) - before
+    assert change < 0
+    assert optimizer.auto.predicted == pytest.approx(change, rel=1e-9)
+    change = objective(optimizer, x2, t2, decay) - elsewhere
+    step(optimizer, x2, t2)
+    assert optimizer.auto.actual == pytest.approx(change, rel=1e-9)
+    assert abs(optimizer.auto.besides) < 1e-9  # and no other loss is suspected
+
+
+# ------------------------------------------------ What comes of it
+
+
+@pytest.mark.parametrize("decay", [0.01, 0.3, 10.0])
+@pytest.mark.parametrize("everything", [True, False], ids=["all", "weights"])
+def test_ridge_regression(decay: float, everything: bool) -> None:
+    x, t = data()
+    model = mlp(INPUTS, OUTPUTS)
+    (layer,) = linear_layers(model)
+    options: dict[str, Any] = {"weight_decay": decay}
+    if not everything:  # as people do
+        options = {
+            "params": [
+                {"params": [layer.weight], "weight_decay": decay},
+                {"params": [layer.bias], "weight_decay": 0.0},
+            ]
+        }
+    optimizer = qd.Riemannian(model, qd.Gaussian().double(), **options)
+    for _ in range(300):
+        step(optimizer, x, t)
+    ones = torch.cat([x, torch.ones(N, 1, dtype=x.dtype)], 1)
+    ridge = torch.full((INPUTS + 1,), decay, dtype=x.dtype)
+    ridge[-1] = decay if everything else 0.0
+    best = torch.linalg.solve(ones.T @ ones / N + ridge.diag(), ones.T @ t / N)
+    found = torch.cat([layer.weight.detach(), layer.bias.detach().unsqueeze(1)], 1).T
+    assert (found - best).norm() < 0.02 * best.norm()
+
+
+def test_standard_deviations_do_not_decay() -> None:
+    x, t = data()
+    model, criterion = mlp(INPUTS, OUTPUTS), qd.LearnedGaussian(OUTPUTS).double()
+    optimizer = qd.Riemannian(model, criterion, weight_decay=1.0)
+    for _ in range(300):
+        step(optimizer, x, t)
+    errors = (model(x) - t).detach().square().mean(0).sqrt()
+    torch.testing.assert_close(criterion.std.detach(), errors, rtol=0.05, atol=0.0)
+
+
+def test_it_may_change_on_the_way_and_goes_with_a_checkpoint() -> None:
+    x, t = data()
+    optimizer = qd.Riemannian(mlp(INPUTS, OUTPUTS), qd.Gaussian().double(), weight_decay=100.0)
+    for _ in range(100):
+        step(optimizer, x, t)
+    small = float(linear_layers(optimizer.model)[0].weight.detach().norm())
+    resumed = qd.Riemannian(mlp(INPUTS, OUTPUTS), qd.Gaussian().double())
+    resumed.model.load_state_dict(optimizer.model.state_dict())
+    resumed.load_state_dict(optimizer.state_dict())
+    for rule in (optimizer, resumed):
+        step(rule, x, t)
+    for p, q in zip(optimizer.model.parameters(), resumed.model.parameters()):
+        torch.testing.assert_close(p, q, rtol=1e-12, atol=1e-12)
+    optimizer.param_groups[0]["weight_decay"] = 0.0
+    for _ in range(200):
+        step(optimizer, x, t)
+    assert float(linear_layers(optimizer.model)[0].weight.detach().norm()) > 3 * small
+
+
+def test_a_network_of_its_own_precision() -> None:
+    torch.manual_seed(0)
+    x, t = (z.bfloat16() for z in data())
+    model = nn.Sequential(nn.Linear(INPUTS, 8), nn.Tanh(), nn.Linear(8, OUTPUTS)).bfloat16()
+    optimizer = qd.Riemannian(model, qd.Gaussian(), weight_decay=0.1)
+    first = objective(optimizer, x, t, 0.1)
+    for _ in range(30):
+        step(optimizer, x, t)
+    assert objective(optimizer, x, t, 0.1) < first
