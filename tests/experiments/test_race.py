@@ -5,6 +5,8 @@ from __future__ import annotations
 import csv
 import itertools
 import json
+import time
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
@@ -15,8 +17,8 @@ import quasidiag as qd
 from quasidiag.cli import main
 from quasidiag.experiments import datasets, pool
 from quasidiag.experiments.runs import RunDir, write_json
-from quasidiag.race import contenders, networks, summary, tables, tasks, train
-from quasidiag.race.contenders import OURS
+from quasidiag.race import contenders, networks, pictures, summary, tables, tasks, timing, train
+from quasidiag.race.contenders import CONTENDERS, OURS, Contender
 from quasidiag.race.plan import Plan, ordered
 from quasidiag.race.tasks import RaceConfig
 from quasidiag.race.train import RaceTrainer, split, work
@@ -176,8 +178,13 @@ def test_the_comparison_of_known_curves():
         name: {"contender": name, "curve": curve(*losses)}
         for name, losses in {OURS: (10, 2, 1), "AdamW": (10, 6, 4), "SGD": (10, 9, 8)}.items()
     }
-    summary._compare(rows, steps=100, timing={OURS: 0.02, "AdamW": 0.01})
+    paces = {
+        OURS: {"first": [0.1, 0.2, 0.22], "then": 0.02},
+        "AdamW": {"first": [0.01], "then": 0.01},
+    }
+    summary._compare(rows, steps=100, timing=paces)
     ours, adamw = rows[OURS], rows["AdamW"]
+    assert ours["seconds_per_step"] == 0.02
     assert ours["to_reference"] == 75
     assert ours["ratio"] == pytest.approx(0.375)
     assert adamw["ratio"] == 1
@@ -185,9 +192,137 @@ def test_the_comparison_of_known_curves():
     level = ours["levels"]["1.0"]  # SGD ends at 8
     assert level["loss"] == 8
     assert level["steps"] == 25
-    assert level["seconds"] == pytest.approx(25 * 0.02)
+    assert level["seconds"] == pytest.approx(0.22 + 22 * 0.02)
     assert adamw["levels"]["1.0"]["steps"] == 50
+    assert adamw["levels"]["1.0"]["seconds"] == pytest.approx(0.5)
     assert rows["SGD"]["levels"]["1.0"] == {"loss": 8, "steps": 200, "seconds": None}
+    assert rows["SGD"]["seconds_per_step"] is None
+
+
+def test_a_level_of_the_first_steps_takes_the_time_of_these():
+    rows = {
+        name: {"contender": name, "curve": curve(*losses)}
+        for name, losses in {OURS: (10, 2, 1), "SGD": (10, 9, 8)}.items()
+    }
+    pace = {"first": [0.1 * (k + 1) for k in range(20)], "then": 0.01}
+    summary._compare(rows, steps=10, timing={OURS: pace, "SGD": pace})
+    level = rows[OURS]["levels"]["1.0"]  # the loss falls by .8 a step, from 10 to 8
+    assert level["steps"] == 2
+    assert level["seconds"] == pytest.approx(0.25)
+
+
+def test_the_clock_of_a_run():
+    pace: timing.Pace = {"first": [0.4, 0.6], "then": 0.1}
+    assert timing.elapsed(pace, 0) == 0
+    assert timing.elapsed(pace, 0.5) == pytest.approx(0.2)
+    assert timing.elapsed(pace, 1) == 0.4
+    assert timing.elapsed(pace, 1.25) == pytest.approx(0.45)
+    assert timing.elapsed(pace, 2) == 0.6
+    assert timing.elapsed(pace, 4.5) == pytest.approx(0.85)
+
+
+def test_curves_by_time_go_by_the_clock_of_a_run():
+    row = {
+        "contender": "SGD",
+        "lr": 0.1,
+        "schedule": "constant",
+        "seeds": 1,
+        "curve": curve(8, 4, 2, 1),
+    }
+    timed = {
+        "device": "cpu",
+        "threads": 2,
+        "SGD": {"first": [0.4, 0.6], "then": 0.1},
+    }
+    known = {"title": "", "loss": "train_nll", "batch_size": 50, "steps_per_epoch": 1}
+    by_step, by_time = pictures.draw({**known, "timing": timed, "contenders": [row]}).axes
+    assert list(by_step.lines[0].get_xdata()) == [1, 2, 3]
+    assert list(by_time.lines[0].get_xdata()) == pytest.approx([0.4, 0.6, 0.7])
+
+
+def test_tables_of_later_steps_and_of_the_first_four():
+    pace = {"first": [0.1, 0.2, 0.3, 0.36, 0.37], "then": 0.01}
+    row = {"contender": "SGD"}
+    known = {"title": "EEG", "timing": {"device": "cpu", "SGD": pace}, "contenders": [row]}
+    assert tables.paces([known]).endswith("| EEG | 10 |")
+    assert tables.starts([known]).endswith("| EEG | 90 |")
+    assert tables.paces([{**known, "timing": None}]) == ""
+
+
+class Sleepy(torch.optim.SGD):
+    """SGD that sleeps in its steps, so many seconds by their number."""
+
+    sleeps: Callable[[int], float]
+    number = 0
+
+    def step(self, closure=None):
+        self.number += 1
+        time.sleep(self.sleeps(self.number))
+        super().step()
+
+
+def asleep(
+    monkeypatch: pytest.MonkeyPatch, name: str, sleeps: Callable[[int], float]
+) -> list[Sleepy]:
+    """Let a sleepy one race by that name; each that is made is in the list."""
+    made: list[Sleepy] = []
+
+    def make(model, criterion, lr, device) -> Sleepy:
+        made.append(Sleepy(model.parameters(), lr=lr))
+        made[-1].sleeps = sleeps
+        return made[-1]
+
+    monkeypatch.setitem(CONTENDERS, name, Contender(make, (-3,)))
+    return made
+
+
+def test_the_pace_is_that_of_fresh_runs(tmp_path, data_dir, monkeypatch):
+    made = asleep(monkeypatch, "SGD", lambda number: 0.05 if number <= 2 else 0.0)
+    found = timing.measure(plan(tmp_path, data_dir, (OURS, "SGD")), rounds=3)
+    assert list(found) == ["device", OURS, "SGD"]
+    for pace in (found[OURS], found["SGD"]):
+        assert len(pace["first"]) == timing.FIRST
+        assert pace["first"] == sorted(pace["first"])
+        assert pace["first"][0] > 0
+        assert pace["then"] > 0
+    assert [one.number for one in made] == [timing.WARM_UP, *[timing.FIRST + timing.PEERS] * 3]
+    first = found["SGD"]["first"]
+    assert first[0] > 0.05 and first[1] > 0.1
+    assert found["SGD"]["then"] < 0.05
+
+
+def test_what_a_process_does_once_is_not_counted(tmp_path, data_dir, monkeypatch):
+    once = iter([0.5])
+    asleep(monkeypatch, "SGD", lambda number: next(once, 0.0))
+    found = timing.measure(plan(tmp_path, data_dir, ("SGD",)), rounds=1)
+    assert found["SGD"]["first"][-1] < 0.5
+
+
+@pytest.mark.parametrize("name", [OURS, "AdamW"])
+def test_what_is_timed_is_the_run_itself(name, tmp_path, data_dir):
+    """Epochs of four minibatches follow each other as in the race."""
+    timed, twin = (timing._trainer(plan(tmp_path, data_dir), name) for _ in range(2))
+    timing._pace(timed, 20)
+    for _ in range((timing.FIRST + 20) // 4):
+        twin.train_epoch()
+    assert all(p.equal(q) for p, q in zip(timed.model.parameters(), twin.model.parameters()))
+
+
+def test_a_slow_contender_does_not_take_the_time_of_others(tmp_path, data_dir, monkeypatch):
+    slow = asleep(monkeypatch, "AdamW", lambda number: 0.03)
+    quick = asleep(monkeypatch, "SGD", lambda number: 0.0)
+    race = plan(tmp_path, data_dir, ("AdamW", "SGD"))
+    found = timing.measure(race, rounds=3, seconds=2.0)
+    assert len(slow) == 1 + 1  # a round of 1.2 seconds is more than its half
+    assert len(quick) == 1 + 3
+    assert found["AdamW"]["then"] > 0.03
+
+
+def test_without_any_time_there_is_one_round(tmp_path, data_dir, monkeypatch):
+    made = asleep(monkeypatch, "SGD", lambda number: 0.0)
+    found = timing.measure(plan(tmp_path, data_dir, (OURS, "SGD")), seconds=-1.0)
+    assert len(made) == 1 + 1
+    assert found[OURS]["then"] > 0
 
 
 def test_the_loss_is_looked_at_on_the_way(data_dir):
@@ -282,6 +417,7 @@ def test_the_command_races_sums_up_and_draws(tmp_path, data_dir, capsys):
     assert text == (out / "tables.md").read_text()
     assert "Steps to the loss" in text
     assert "Seconds to the losses" in text
+    assert "The mean of the first four steps" in text
     assert (out / "eeg.png").stat().st_size > 10_000
 
 

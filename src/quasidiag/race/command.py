@@ -44,7 +44,9 @@ def add_parser(subparsers: Any) -> None:
     instead = parser.add_mutually_exclusive_group()
     instead.add_argument("--dry-run", action="store_true", help="print the runs that would be done")
     instead.add_argument(
-        "--time", action="store_true", help="only time the contenders' steps, in turns, alone"
+        "--time",
+        action="store_true",
+        help="only time the contenders' steps, from the first on, in turns, alone",
     )
     instead.add_argument("--summary", action="store_true", help="only sum up the runs there are")
     parser.add_argument("--out", metavar="DIR", help="tables, numbers and pictures (RUNS/race)")
@@ -135,13 +137,13 @@ def _time(plans: Sequence[Plan], root: Path, deadline: float | None) -> None:
             "threads": torch.get_num_threads(),
         }
         write_json(path, timing)
-        base = measured.get("AdamW", measured[next(k for k in measured if k != "device")])
+        paces = {name: pace["then"] for name, pace in measured.items() if name != "device"}
+        base = paces.get("AdamW", next(iter(paces.values())))
         print(
             f"{plan.experiment.name}: "
             + ", ".join(
                 f"{name} {1000 * value:.2f} ms ({value / base:.2f})"
-                for name, value in measured.items()
-                if name != "device"
+                for name, value in paces.items()
             ),
             flush=True,
         )

@@ -13,6 +13,7 @@ from matplotlib.figure import Figure
 from quasidiag.experiments.figures import STYLE, _logarithmic
 
 from .contenders import OURS
+from .timing import elapsed
 
 COLOURS = {
     OURS: "#b03d00",
@@ -41,23 +42,27 @@ def write(summaries: Sequence[dict[str, Any]], out: Path) -> list[Path]:
 
 
 def draw(summary: dict[str, Any]) -> Figure:
-    """Loss by step, and by time where the time of a step was measured."""
+    """Loss by step, and by time where that was measured."""
     timed = bool(summary["timing"])
     figure = Figure(figsize=(9.2 if timed else 6.2, 4.4), layout="constrained")
     axes = figure.subplots(1, 2 if timed else 1, squeeze=False, sharey=True)[0]
-    steps = summary["steps_per_epoch"]
-    _curves(axes[0], summary, {row["contender"]: steps for row in summary["contenders"]})
-    axes[0].set_xlabel(f"Step ({steps} an epoch, minibatches of {summary['batch_size']})")
+    length = summary["steps_per_epoch"]
+    steps = {
+        row["contender"]: [length * epoch for epoch in row["curve"]["epoch"]]
+        for row in summary["contenders"]
+    }
+    _curves(axes[0], summary, steps)
+    axes[0].set_xlabel(f"Step ({length} an epoch, minibatches of {summary['batch_size']})")
     axes[0].set_ylabel(LOSS[summary["loss"]])
     if timed:
         seconds = {
-            row["contender"]: steps * row["seconds_per_step"]
-            for row in summary["contenders"]
-            if row["seconds_per_step"]
+            name: [elapsed(summary["timing"][name], step) for step in at]
+            for name, at in steps.items()
+            if name in summary["timing"]
         }
         _curves(axes[1], summary, seconds)
-        device = {"cpu": "CPU", "cuda": "GPU"}.get(summary["timing"].get("device", ""), "")
-        axes[1].set_xlabel(f"Seconds of updates {device}".rstrip())
+        device = {"cpu": "on a CPU", "cuda": "on a GPU"}.get(summary["timing"].get("device"), "")
+        axes[1].set_xlabel(f"Seconds of training {device}".rstrip())
     drawn = [value for row in summary["contenders"] for value in row["curve"]["loss"][1:]]
     if min(drawn) == 0:  # fitted to the last digit: there is no place for it on a logarithmic axis
         drawn = [value for value in drawn if value > 0]
@@ -75,13 +80,13 @@ def draw(summary: dict[str, Any]) -> Figure:
     return figure
 
 
-def _curves(axis: Axes, summary: dict[str, Any], per_epoch: dict[str, float]) -> None:
-    """From the first step on."""
+def _curves(axis: Axes, summary: dict[str, Any], places: dict[str, list[float]]) -> None:
+    """From the first step on; ``places``: where the losses of a contender are along the axis."""
     for row in summary["contenders"]:
         name = row["contender"]
-        if name not in per_epoch:
+        if name not in places:
             continue
-        x = [per_epoch[name] * epoch for epoch in row["curve"]["epoch"][1:]]
+        x = places[name][1:]
         colour = COLOURS[name]
         label = f"{name}, untuned" if name == OURS else f"{name} ({row['lr']:g}, {row['schedule']})"
         axis.plot(

@@ -19,6 +19,7 @@ from quasidiag.experiments.runs import Line, write_atomically
 from .contenders import CONTENDERS, OURS
 from .plan import Plan
 from .tasks import FACTORS, ROBUSTNESS, RaceConfig, find
+from .timing import Pace, elapsed
 from .train import EVERY_ONE
 
 REFERENCE = "AdamW"
@@ -26,7 +27,7 @@ REFERENCE = "AdamW"
 PARTS = (0.1, 0.5, 1.0)
 
 Curve = dict[str, list[float]]
-Timing = dict[str, dict[str, float]]
+Timing = dict[str, dict[str, Any]]
 
 
 def mean_curve(runs: Sequence[Sequence[Line]], key: str) -> Curve:
@@ -71,7 +72,7 @@ def at(curve: Curve, epoch: float) -> float:
 
 
 def summarise(plan: Plan, timing: Timing | None = None) -> dict[str, Any]:
-    """One task. ``timing``: seconds a step of each contender, measured in turns; else those of the runs count."""
+    """One task. ``timing``: by task, the pace of each contender, measured in turns."""
     task = find(plan.experiment.name)
     rows: dict[str, dict[str, Any]] = {}
     seen: list[list[Line]] = []
@@ -123,7 +124,7 @@ def _steps_per_epoch(runs: Sequence[Sequence[Line]]) -> int:
     return max(counts)
 
 
-def _compare(rows: dict[str, dict[str, Any]], steps: int, timing: dict[str, float] | None) -> None:
+def _compare(rows: dict[str, dict[str, Any]], steps: int, timing: dict[str, Any] | None) -> None:
     """Write into each row what it reaches, and when."""
     if not rows:
         return
@@ -134,8 +135,8 @@ def _compare(rows: dict[str, dict[str, Any]], steps: int, timing: dict[str, floa
     for name, row in rows.items():
         curve = row["curve"]
         row["first"], row["final"] = at(curve, 1.0), curve["loss"][-1]
-        measured = None if timing is None else timing.get(name)
-        row["seconds_per_step"] = measured
+        pace: Pace | None = (timing or {}).get(name)
+        row["seconds_per_step"] = None if pace is None else pace["then"]
         row["to_reference"] = row["ratio"] = None
         if reference is not None:
             epoch = reached(curve, reference["curve"]["loss"][-1])
@@ -148,7 +149,7 @@ def _compare(rows: dict[str, dict[str, Any]], steps: int, timing: dict[str, floa
             row["levels"][part] = {
                 "loss": level,
                 "steps": None if epoch is None else round(epoch * steps),
-                "seconds": None if epoch is None or measured is None else epoch * steps * measured,
+                "seconds": None if epoch is None or pace is None else elapsed(pace, epoch * steps),
             }
 
 

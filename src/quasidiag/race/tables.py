@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from .contenders import OURS
 from .summary import PARTS, REFERENCE
+from .timing import Pace, elapsed
 
 
 def tables(summaries: Sequence[dict[str, Any]]) -> str:
     """All of them, one after the other."""
     known = [s for s in summaries if s["contenders"]]
-    parts = [steps(known), finals(known), times(known), paces(known), robustness(known)]
+    kinds = (steps, finals, times, paces, starts, robustness)
+    parts = [kind(known) for kind in kinds]
     return "\n\n".join(part for part in parts if part) + "\n"
 
 
@@ -73,14 +75,27 @@ def times(summaries: Sequence[dict[str, Any]]) -> str:
 
 
 def paces(summaries: Sequence[dict[str, Any]]) -> str:
-    """How long a step takes."""
+    """How long a step takes, after the first ones."""
+    return _paces(summaries, "The time of a step, in milliseconds", lambda pace: pace["then"])
+
+
+def starts(summaries: Sequence[dict[str, Any]]) -> str:
+    """How long the first steps take, in which ours always measures."""
+    title = "The mean of the first four steps, in milliseconds"
+    return _paces(summaries, title, lambda pace: elapsed(pace, 4) / 4)
+
+
+def _paces(
+    summaries: Sequence[dict[str, Any]], title: str, seconds: Callable[[Pace], float]
+) -> str:
     timed = [s for s in summaries if s["timing"]]
     columns = [name for name in names(timed) if any(name in s["timing"] for s in timed)]
     lines = [("task", *columns)]
     for s in timed:
-        seconds = [s["timing"].get(c) for c in columns]
-        lines.append((s["title"], *("" if x is None else _number(1000 * x) for x in seconds)))
-    return _titled("The time of a step, in milliseconds", lines) if timed else ""
+        known = [s["timing"].get(c) for c in columns]
+        cells = ["" if pace is None else _number(1000 * seconds(pace)) for pace in known]
+        lines.append((s["title"], *cells))
+    return _titled(title, lines) if timed else ""
 
 
 def robustness(summaries: Sequence[dict[str, Any]]) -> str:
