@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 import quasidiag as qd
 from nets import batch, linear_layers, mlp
-from quasidiag import orthogonal
+from quasidiag import auto, orthogonal
 from quasidiag.orthogonal import (
     ENTIRE,
     GROUP,
@@ -208,6 +208,37 @@ def test_no_gradient_no_direction() -> None:
     wide = torch.randn(WIDE + 1, WIDE + 1)
     wide[7] = 0.0
     assert factor(wide)[7].abs().max() == 0 and factor(wide).isfinite().all()
+
+
+@pytest.mark.parametrize(
+    ("layer", "shape", "units"),
+    [
+        (nn.Embedding(50, 6), (4,), 6),  # a dense layer's on one-hot inputs
+        (nn.LayerNorm(6), (4, 6), 6),
+        (nn.Conv1d(6, 4, 3, groups=2), (4, 6, 5), 4),
+        (nn.ConvTranspose1d(6, 4, 3, groups=2, bias=False), (4, 6, 5), 4),
+    ],
+    ids=lambda x: type(x).__name__ if isinstance(x, nn.Module) else "",
+)
+@pytest.mark.parametrize("reduction", ["quasi-diagonal", "unitwise"])
+def test_a_layer_that_is_no_matrix_goes_as_far_as_one_of_as_many_units(
+    layer: nn.Module, shape: tuple[int, ...], units: int, reduction: str
+) -> None:
+    model = nn.Sequential(layer, nn.Flatten(), nn.LazyLinear(2)).double()
+    x = torch.randint(50, shape) if isinstance(layer, nn.Embedding) else matrix(*shape)
+    model(x)
+    optimizer = qd.Riemannian(model, qd.Categorical(), reduction=reduction)
+    assert optimizer.criterion is not None
+    optimizer.criterion(model(x), torch.arange(4) % 2).backward()
+    optimizer.step()
+    (block,) = [b for b in optimizer._blocks if b.module is layer]
+    assert block.units == units
+    report = optimizer.auto
+    assert report is not None
+    went = {p: optimizer.state[p]["update"] for p in block.parameters}
+    squared = float(auto.lengths(optimizer, [went])[0])
+    length = abs(report.alpha) * (report.proportions[0] if report.proportions else 1.0)
+    assert squared == pytest.approx(units * length**2, rel=1e-6)
 
 
 def test_norms_go_as_far_as_they_would_by_their_riemannian_gradient() -> None:

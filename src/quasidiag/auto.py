@@ -41,10 +41,10 @@ if TYPE_CHECKING:
 
 #: Metric and model are measured in each of the first steps, while the network changes quickly.
 AT_FIRST = 4
-#: A minibatch with so many terms in its loss is a full one. The slope along a direction that a smaller one had its part in
-#: is mostly that part, and its step is shorter: by the square root of how much smaller it is. A minibatch that is the same
-#: as the last one, as in full-batch training, is no sample and has no noise.
-FULL = 500
+#: A minibatch with so many terms in its loss is a full one, if they are so many for each class. The slope along a direction
+#: that a smaller one had its part in is mostly that part, and its step is shorter: by the square root of how much smaller
+#: it is. A minibatch that is the same as the last one, as in full-batch training, is no sample and has no noise.
+FULL, EACH = 500, 5
 #: Where minibatches have their curvature in common, steps are longer by up to this factor, and after so many by a part of
 #: it that falls with their number.
 LONGER, SOON = 1.4, 100
@@ -264,9 +264,10 @@ def _factor(optimizer: Riemannian, model: QuadraticModel) -> float:
     at_first = (LONGER / max(1.0, factor) - 1) * SOON / max(SOON, report.steps)
     longer = max(0.0, at_first, math.exp(report.longer) / max(1.0, factor) - 1)
     factor *= report.warmth * (1 + longer * report.common)
-    terms, report.data = model.content(FULL, ranks_of(optimizer))
+    full = max(FULL, EACH * model.replay.classes())
+    terms, report.data = model.content(full, ranks_of(optimizer))
     same = math.isclose(report.data, before, rel_tol=SAME)
-    report.small = 1.0 if same else min(1.0, math.sqrt(terms / FULL))
+    report.small = 1.0 if same else min(1.0, math.sqrt(terms / full))
     return factor * report.small
 
 
@@ -366,7 +367,7 @@ def _excess(
     usual = max(usual, optimizer.auto.footing)
     moved = each[: len(blocks)].diagonal(dim1=1, dim2=2).clamp_min(0.0).sqrt()
     steps = (moved @ torch.tensor(best, dtype=torch.float64).abs()).tolist()
-    units = [max(1, len(block.parameters[0])) for block in blocks]
+    units = [max(1, block.units) for block in blocks]
     most = [LONGEST * math.sqrt(n * max(usual, x)) for n, x in zip(units, own)]
     excess = [step / x for step, x in zip(steps, most)]
     of = zip(blocks, means(excess, ranks))

@@ -178,6 +178,11 @@ class DiagonalBlock:
         """Whether the units see the same inputs, so that a gradient of theirs is one matrix."""
         return self.weight is not None and self.adapter.mixes(self.module)
 
+    @cached_property
+    def units(self) -> int:
+        """How many there are; those of a table are its columns."""
+        return len(self.rows_of([p.detach() for p in self.parameters])[-1])
+
     @classmethod
     def root(cls, blocks: Sequence[Any], state: State) -> roots.Root:
         """The coordinates in which the metrics of layers of one shape are the identity matrix (:mod:`quasidiag.root`)."""

@@ -249,7 +249,7 @@ def steps(
     matrices = [u for stack, _, u in left if stack.mixes]
     equal = iter(factors(matrices) if batch else map(factor, matrices))
     for stack, root, u in left:
-        u = next(equal) if stack.mixes else _of_length(u, len(stack.blocks[0].parameters[0]))
+        u = next(equal) if stack.mixes else _of_length(u, stack.blocks[0].units)
         found |= zip(stack.blocks, stack.like(root.step(u)))
     return found
 

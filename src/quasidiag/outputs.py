@@ -48,6 +48,10 @@ class OutputModel(nn.Module, ABC):
         """How many samples the mean is over."""
         return output.shape[0]
 
+    def classes(self, output: Tensor) -> int:
+        """How many answers there are to choose from, if they have nothing in common; else 1."""
+        return 1
+
     def counted(self, output: Tensor, target: Tensor) -> Tensor | None:
         """A mask over the output where some samples do not count, else ``None``."""
         return None
@@ -144,6 +148,9 @@ class Categorical(OutputModel):
     def terms(self, output: Tensor, target: Tensor) -> int | Tensor:
         count = (target != self.ignore_index).sum()
         return int(count) if target.device.type == "cpu" else count
+
+    def classes(self, output: Tensor) -> int:
+        return output.shape[-1]
 
     def counted(self, output: Tensor, target: Tensor) -> Tensor | None:
         counted = (target != self.ignore_index).unsqueeze(-1)

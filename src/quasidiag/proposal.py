@@ -215,8 +215,7 @@ def _solved(
     """The Riemannian gradient of a block, as long as the others' directions."""
     group, solve = optimizer._group[block.home], block.solve if whole else block.solve_part
     d = solve(optimizer.state, given, group["eps"], group["floor"])
-    units = block.parameters[0].shape[0]
-    return orthogonal.of_length(d, given, units) if optimizer.orthogonal else d
+    return orthogonal.of_length(d, given, block.units) if optimizer.orthogonal else d
 
 
 def proportioned(optimizer: Riemannian) -> bool:

@@ -365,6 +365,10 @@ class Replay:
             most[batch.call] = max(most.get(batch.call, 0), self.terms(batch))
         return sum(most.values())
 
+    def classes(self) -> int:
+        """Of how many the targets of this step are."""
+        return max((self.criterion.classes(batch.output) for batch in self._used), default=1)
+
     def fingerprint(self) -> float:
         """What tells the data of this step from others'."""
         return fingerprint((b.target, [*tensors(b.call.arguments)]) for b in self._used)

@@ -29,6 +29,7 @@ def warm(monkeypatch: pytest.MonkeyPatch) -> None:
 def full(monkeypatch: pytest.MonkeyPatch) -> None:
     """The steps of a small minibatch are as long as those of a large one."""
     monkeypatch.setattr(auto, "FULL", 1)
+    monkeypatch.setattr(auto, "EACH", 0)
 
 
 @pytest.fixture

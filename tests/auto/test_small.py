@@ -57,6 +57,14 @@ def test_minibatches_that_come_round_are_samples(cycle: int) -> None:
     assert found == pytest.approx([math.sqrt(50 / auto.FULL)] * 20)
 
 
+@pytest.mark.parametrize("classes", [100, 101, 400])
+def test_each_class_wants_a_few_terms(classes: int) -> None:
+    minibatches = [batch("categorical", 125, 5, classes, seed=seed) for seed in range(2)]
+    found = factors(mlp(5, 8, classes), minibatches)
+    full = max(auto.FULL, auto.EACH * classes)
+    assert found == pytest.approx([math.sqrt(125 / full)] * 2)
+
+
 def test_positions_of_a_sequence_are_terms_of_the_loss() -> None:
     minibatches = [
         (x.view(10, 12, 5), t.view(10, 12)) for x, t in [samples(120, k) for k in (0, 1)]
