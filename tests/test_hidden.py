@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import traceback
+import warnings
 
 import pytest
 import torch
@@ -47,8 +48,10 @@ def test_a_compiler_goes_around_it_and_around_what_it_calls(
     torch._dynamo.reset()
     counter = CompileCounter()
     compiled = torch.compile(model, backend=counter)
-    for value in (0.0, 1.0):
-        assert compiled(torch.tensor(value)) == 2 * value + 2
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        for value in (0.0, 1.0):
+            assert compiled(torch.tensor(value)) == 2 * value + 2
     assert seen == [(False, pytest.approx(float(inner(torch.tensor(v))))) for v in (1.0, 2.0)]
     assert (counter.frame_count, counter.op_count) == (2, 2)
     torch._dynamo.reset()

@@ -6,13 +6,15 @@ import copy
 import gc
 import pickle
 import weakref
+from typing import Any
 
 import pytest
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 import quasidiag as qd
 from nets import batch, criterion, linear_layers, mlp
+from quasidiag.probe import reaches
 
 METRICS = ["outer-product", "monte-carlo", "exact", "backpropagated"]
 
@@ -178,3 +180,27 @@ def test_two_optimizers_one_after_the_other() -> None:
                 optimizer.zero_grad()
                 loss(model(x), t).backward()
                 optimizer.step()
+
+
+def test_a_function_may_call_something_of_its_own_a_variable() -> None:
+    """Only where gradients are added up is a parameter reached."""
+
+    class Scaled(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: Any, x: Tensor, w: Tensor) -> Tensor:
+            ctx.variable = w
+            return x * 2
+
+        @staticmethod
+        def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
+            return gradient * 2, None
+
+    model = mlp(5, 4, 3)
+    w, x = linear_layers(model)[-1].weight, torch.randn(6, 5, dtype=torch.float64)
+    found = []
+    output = model(x.requires_grad_())
+    scaled = Scaled.apply(output, w)
+    scaled.register_hook(lambda _: found.append(reaches(scaled, model.parameters())))
+    torch.autograd.grad(scaled.sum(), x, retain_graph=True)
+    scaled.sum().backward()
+    assert found == [False, True]

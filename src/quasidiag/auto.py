@@ -335,8 +335,10 @@ def _measure(
             for p in u.keys() & excess.keys():
                 u[p] = u[p] / excess[p]
         whole = factor if left > 1 else factor / max(excess.values())
+    if excess:  # still: a step that was tried may have been shorter the time before
+        best = [x / max(excess.values()) for x in best]
     down = (report.slopes[name] > 0 > report.coefficients[name] for name in named)
-    report.steady = all(down) and left == ROUNDS - 1
+    report.steady = all(down) and left == ROUNDS - 1 and not report.doubt
     return dict(zip(named, best))
 
 

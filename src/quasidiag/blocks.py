@@ -43,6 +43,8 @@ class DiagonalBlock:
 
     #: Bounds relative to the unit's and the layer's mean (``reductions.safeguarded``), where there are any.
     safeguard: tuple[float, float, float] | None = None
+    #: The weight decay of each parameter, where that is a part of the loss (:mod:`quasidiag.penalty`).
+    decays: tuple[float, ...] = ()
 
     def __init__(
         self,
@@ -167,6 +169,12 @@ class DiagonalBlock:
             for m in kept
         ]
 
+    def _decaying(self, moments: Tensors) -> list[Tensor]:
+        """With the curvature of the weight decay, which is the metric of what has no other."""
+        if not any(self.decays):
+            return [*moments]
+        return [m + decay for m, decay in zip(moments, self.decays)]
+
     @cached_property
     def plain(self) -> bool:
         """Whether it is a dense layer's, whose weights are ``[units, inputs]`` as they are."""
@@ -186,7 +194,7 @@ class DiagonalBlock:
     @classmethod
     def root(cls, blocks: Sequence[Any], state: State) -> roots.Root:
         """The coordinates in which the metrics of layers of one shape are the identity matrix (:mod:`quasidiag.root`)."""
-        each = [block.rows_of(block._bounded(state)) for block in blocks]
+        each = [block.rows_of(block._decaying(block._bounded(state))) for block in blocks]
         *m00, mii = map(stacked, zip(*each))
         return roots.diagonal(m00[0] if m00 else None, mii)
 
@@ -285,7 +293,12 @@ class QuasiDiagonalBlock(DiagonalBlock):
 
     @classmethod
     def root(cls, blocks: Sequence[Any], state: State) -> roots.Root:
-        m00, m0i, mii = map(stacked, zip(*(block._kept_rows(state) for block in blocks)))
+        each = []
+        for block in blocks:
+            m00, m0i, mii = block._kept_rows(state)
+            m00, mii = block._decaying([m00, mii])
+            each.append((m00, m0i, mii))
+        m00, m0i, mii = map(stacked, zip(*each))
         shift = None
         if blocks[0].adapter.shiftable:
             shift = stacked([state[block.weight]["shift"] for block in blocks]).unsqueeze(1)

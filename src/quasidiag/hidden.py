@@ -1,4 +1,4 @@
-"""What a compiler must not look into: hooks, whose graph's edges exist only outside, and bookkeeping by layer."""
+"""What a compiler must not look into: hooks, which ask for places in autograd's graph, and bookkeeping by layer."""
 
 from __future__ import annotations
 
@@ -26,14 +26,16 @@ def hidden(function: Callable[P, T]) -> Callable[P, T]:
 
 
 def _skipped(function: Callable[..., object]) -> bool:
-    """Have the compiler go around a function, but not around what it calls; older versions of torch cannot be asked to."""
+    """Have the compiler go around a function, but not around what it calls; not every version of torch can be asked to."""
     try:
-        skip = eval_frame._FrameExecStrategy(
-            eval_frame._FrameAction.SKIP, eval_frame._FrameAction.DEFAULT
-        )
-        eval_frame.set_code_exec_strategy(function.__code__, skip)
+        if hasattr(eval_frame, "skip_code"):  # before torch 2.8
+            eval_frame.skip_code(function.__code__)
+        else:
+            action = eval_frame._FrameAction
+            skip = eval_frame._FrameExecStrategy(action.SKIP, action.DEFAULT)
+            eval_frame.set_code_exec_strategy(function.__code__, skip)
         eval_frame.get_eval_frame_callback()
-    except AttributeError:
+    except (AttributeError, TypeError):
         return False
     function._torchdynamo_disable = True  # type: ignore[attr-defined]
     return True

@@ -15,7 +15,7 @@ from quasidiag.defaults import DEFAULTS, everything
 from quasidiag.hidden import hidden
 from quasidiag.moments import Moments, cast, full_precision
 from quasidiag.outputs import OutputModel
-from quasidiag.penalty import penalty
+from quasidiag.penalty import Penalty, penalty
 from quasidiag.probe import Hook
 from quasidiag.proposal import Plan
 from quasidiag.quadratic import QuadraticModel
@@ -479,8 +479,7 @@ class Riemannian(Saved):
         if self.criterion is None and self.loss_reduction == "sum":
             gradient = gradient / self._collector.total
         if self._model is not None and parameter in self._model.penalty.decays:
-            decay = self._model.penalty.decays[parameter]
-            gradient = gradient.add(cast(parameter.detach(), dtype), alpha=decay)
+            gradient = gradient.add(parameter, alpha=self._model.penalty.decays[parameter])
         return -gradient if self._group[parameter]["maximize"] else gradient
 
     def _forget(self) -> None:
@@ -491,6 +490,7 @@ class Riemannian(Saved):
         self._collector.clear()
         if self._model is not None:
             self._model.replay.clear()
+            self._model.penalty = Penalty({})
         self._count(self.steps + 1)
 
     def _count(self, steps: int) -> None:

@@ -2,33 +2,39 @@ r"""Weight decay, where a step has no length of its own.
 
 Without an ``lr`` there is nothing that weights could decay by from step to step. So :math:`\tfrac12 λ ‖θ‖^2` is a part of
 the loss, as in ``torch.optim.SGD``: its slope is in the gradient, and its curvature, which is known exactly, in the
-quadratic model. (A penalty that somebody adds to the loss has the slope alone.)
+quadratic model and in the metric. (A penalty that somebody adds to the loss has the slope alone.)
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from types import MappingProxyType
-from typing import TYPE_CHECKING, NamedTuple
+from functools import cached_property
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
-from quasidiag.directions import Direction, dot, gathered
+from quasidiag import kernels
+from quasidiag.directions import Direction, gathered
+from quasidiag.moments import cast
 
 if TYPE_CHECKING:
     from quasidiag.optimizer import Riemannian
 
-NOWHERE: Direction = MappingProxyType({})
 
+class Penalty:
+    """In one step, with the :math:`λ` of each parameter that has one."""
 
-class Penalty(NamedTuple):
-    """With the :math:`λ` of each parameter that has one."""
+    def __init__(self, decays: dict[Tensor, float]) -> None:
+        self.decays = decays
 
-    decays: dict[Tensor, float]
+    @cached_property
+    def now(self) -> float:
+        """What it comes to."""
+        return self.value({})
 
-    def value(self, at: Direction = NOWHERE) -> float:
-        """What it comes to, with the parameters ``at`` in the place of the model's."""
+    def value(self, at: Direction) -> float:
+        """The same with the parameters ``at`` in the place of the model's."""
         if not self.decays:
             return 0.0
         places = (at.get(p, p).detach() for p in self.decays)
@@ -37,24 +43,37 @@ class Penalty(NamedTuple):
 
     def slopes(self, directions: Sequence[Direction]) -> Tensor:
         """Along each direction."""
-        gradient = {p: decay * p.detach() for p, decay in self.decays.items()}
-        return torch.tensor([dot(gradient, u) for u in directions], dtype=torch.float64)
+        here: Direction = {p: p.detach() for p in self.decays}
+        return torch.tensor([self._product(here, u) for u in directions], dtype=torch.float64)
 
     def forms(self, directions: Sequence[Direction]) -> Tensor:
         r"""The products :math:`λ u^⊤ v` of directions, of each with each."""
-        of = [{p: self.decays[p] * w for p, w in u.items() if p in self.decays} for u in directions]
-        return torch.tensor([[dot(u, v) for v in directions] for u in of], dtype=torch.float64)
+        found = [[self._product(u, v) for v in directions] for u in directions]
+        return torch.tensor(found, dtype=torch.float64)
+
+    def _product(self, u: Direction, v: Direction) -> float:
+        both = [p for p in self.decays if p in u and p in v]
+        if not both:
+            return 0.0
+        us, vs = [cast(u[p], v[p].dtype) for p in both], [v[p] for p in both]
+        found = kernels.dots(us, vs)
+        if found is None:
+            each = [torch.dot(x.flatten(), y.flatten()) for x, y in zip(us, vs)]
+            found = gathered(each).tolist()
+        return sum(self.decays[p] * x for p, x in zip(both, found))
 
 
 def penalty(optimizer: Riemannian) -> Penalty:
-    """That of the param groups as they are now; a criterion's own parameters (standard deviations, say) do not decay."""
-    own = optimizer.criterion.parameter_fisher() if optimizer.criterion is not None else {}
-    return Penalty(
-        {
-            p: float(group["weight_decay"])
-            for group in optimizer.param_groups
-            if group["weight_decay"]
-            for p in group["params"]
-            if p.requires_grad and p not in own
-        }
-    )
+    """That of the param groups as they are now, which blocks are told of; a criterion's own parameters do not decay."""
+    own = {*optimizer.criterion.parameters()} if optimizer.criterion is not None else set()
+    decays = {
+        p: float(group["weight_decay"])
+        for group in optimizer.param_groups
+        if group["weight_decay"]
+        for p in group["params"]
+        if p.requires_grad and p not in own
+    }
+    for block in optimizer._blocks:
+        if decays or block.decays:
+            block.decays = tuple(decays.get(p, 0.0) for p in block.parameters)
+    return Penalty(decays)

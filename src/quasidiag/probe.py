@@ -405,11 +405,17 @@ def reaches(output: Tensor, parameters: Iterable[Tensor]) -> bool:
     training = [p for p in parameters if p.requires_grad]
     plain, passed = {id(p) for p in training if not is_sharded(p)}, False
     for node in below(output):
-        if id(getattr(node, "variable", None)) in plain:
+        if id(leaf(node)) in plain:
             if _runs(node):
                 return True
             passed = True
     return bool(training) and not passed
+
+
+def leaf(node: Node) -> Tensor | None:
+    """The parameter, or another leaf, whose gradient a node of the graph adds up."""
+    adds = type(node).__name__ == "AccumulateGrad"  # others may call something of theirs so
+    return getattr(node, "variable", None) if adds else None
 
 
 def _runs(node: Node) -> bool:

@@ -214,7 +214,7 @@ def _solved(
 ) -> list[Tensor]:
     """The Riemannian gradient of a block, as long as the others' directions."""
     group, solve = optimizer._group[block.home], block.solve if whole else block.solve_part
-    d = solve(optimizer.state, given, group["eps"], group["floor"])
+    d = solve(optimizer.state, given, group["eps"] + max(block.decays, default=0.0), group["floor"])
     return orthogonal.of_length(d, given, block.units) if optimizer.orthogonal else d
 
 

@@ -44,8 +44,11 @@ LITTLE = 0.25
 #: The second is less where steps are to be longer (:mod:`quasidiag.bounce`), by this power of how much.
 LESS = 3
 #: A step that promises more than that little is tried first, so often: the further outputs move, the less is a parabola what
-#: their loss is. It keeps its promise if this part of it comes true.
-TRIALS, TRUE = 2, 0.5
+#: their loss is. So is the very first one, and one after another that did not keep its promise: this part of it comes true.
+TRIALS, TRUE = 6, 0.5
+#: If not, it is shorter the next time, by the first factor at most: of many layers the loss is no parabola, but much steeper
+#: further on. By SHORTEST where it rose to so many times what it was.
+SHORTER, FAR = 0.5, 1e3
 #: Steps that raised the loss by what they were to lower it (with its damping), or by what is usual if that is less, are
 #: taken back, and the damping raised so that the next one is shorter, by this factor at most.
 SHORTEST = 0.1
@@ -112,16 +115,18 @@ class QuadraticModel:
         """
         names, directions, k = [*named], [*named.values()], len(named)
         forms, own = self._fisher(directions)
+        decay = torch.zeros_like(forms)
         if self.penalty.decays:
-            forms = forms + self.penalty.forms(directions)
-            own = own + self.penalty.slopes(directions)
-        room = self.replay.above_least() + self.penalty.value()
+            decay, own = self.penalty.forms(directions), own + self.penalty.slopes(directions)
         # g and M are the same on all ranks up to rounding, and no rank may decide otherwise than the others.
-        rest = [torch.tensor([room], dtype=torch.float64), forms.flatten()]
-        first = torch.tensor(_slopes(gradient, named, along), dtype=torch.float64)
-        numbers = mean(torch.cat([first, own, *rest, products.flatten()]), ranks).numpy()
-        linear, slopes, room = numbers[:k], numbers[k : 2 * k], float(numbers[2 * k])
-        fisher, metric = numbers[2 * k + 1 :].reshape(2, k, k)
+        first = torch.tensor(
+            [*_slopes(gradient, named, along), self.replay.above_least(), self.penalty.now],
+            dtype=torch.float64,
+        )
+        squares = (x.flatten() for x in (forms, decay, products))
+        numbers = mean(torch.cat([first, own, *squares]), ranks).numpy()
+        linear, (room, size), slopes = numbers[:k], numbers[k : k + 2], numbers[k + 2 : 2 * k + 2]
+        fisher, decaying, metric = numbers[2 * k + 2 :].reshape(3, k, k)
         if not (np.isfinite(linear).all() and np.isfinite(metric).all()):
             warnings.warn(
                 "no layer moves in this step: a direction is not finite, or not in the metric. Are inputs or targets "
@@ -129,16 +134,17 @@ class QuadraticModel:
                 RuntimeWarning,
                 stacklevel=2,
             )
-        fisher = self._averaged(names, fisher, metric.diagonal())
-        part = self._possible(linear, slopes, fisher, room)
+        fisher = self._averaged(names, fisher, metric.diagonal()) + decaying
+        part = self._possible(linear, slopes, fisher, float(room), float(size))
         factors = np.array([factor * largest[name] for name in names])
         for left in reversed(range(TRIALS + 1)):
             curved = fisher / part
             best = minimiser(linear, curved + self.report.damping * metric)
             step = best * factors
-            if not left or not self._much(linear, curved, step, room):
+            if not left or not self._doubtful(linear, curved, step, float(room + size)):
                 break
             tried = self._tried(directions, linear, curved, step, ranks)
+            self.report.doubt = left < TRIALS or tried < 1
             if tried == 1:
                 break
             part *= tried
@@ -160,29 +166,35 @@ class QuadraticModel:
         early = EARLY / ((report.steps + 1 + EARLY) * report.warmth)
         return min(max(OWN, early) * factor, HALF) * report.damped
 
-    def _possible(self, linear: Array, slopes: Array, fisher: Array, room: float) -> float:
+    def _possible(
+        self, linear: Array, slopes: Array, fisher: Array, room: float, size: float = 0.0
+    ) -> float:
         r"""How much is left of the step without damping if the loss cannot fall by more than ``room``, as its parabola.
+
+        Nor can the penalty, by more than its ``size``.
 
         The curvature of an output that is saturated, confident and wrong, is next to nothing; for a slope :math:`s` it
         cannot be less than :math:`s^2 / 2(ℓ - ℓ_{\min})`. Where the gradient is steeper than the criterion's own
         ``slopes``, twice in a row because these are those of a share of the minibatch, there is another loss besides,
         which may fall as well.
         """
-        if not math.isfinite(room):
-            return 1.0
         report, best = self.report, minimiser(linear, fisher)
         promise, besides = -0.5 * float(linear @ best), -0.5 * float((linear - slopes) @ best)
-        most = room + max(0.0, min(besides, report.besides))
+        most = room + size + max(0.0, min(besides, report.besides))
         report.unbounded, report.besides = promise, besides if math.isfinite(besides) else 0.0
-        if promise > 0 and room > 0:
+        if promise > 0 and 0 < room < math.inf:
             grasp = math.log(promise * report.small) - math.log(room)
             report.grasp += report.fresh * (grasp - report.grasp)
         return most / promise if 0 < most < promise else 1.0
 
-    def _much(self, linear: Array, curved: Array, step: Array, room: float) -> bool:
-        """Whether a step promises so much that its model may be wrong; of another loss besides, nothing is known."""
+    def _doubtful(self, linear: Array, curved: Array, step: Array, room: float) -> bool:
+        """Whether a step promises so much that its model may be wrong, or the last one's was.
+
+        Of another loss besides, nothing is known.
+        """
         promise = -float(linear @ step + 0.5 * step @ curved @ step)
-        return LITTLE * room < promise and self.report.besides < 0.5 * self.report.unbounded
+        doubt = self.report.doubt or LITTLE * room < promise
+        return doubt and self.report.besides < 0.5 * self.report.unbounded
 
     def _tried(
         self,
@@ -201,8 +213,9 @@ class QuadraticModel:
         change, promised = after - now, slope + 0.5 * form
         if not math.isfinite(now) or change <= TRUE * promised:
             return 1.0
-        part = form / (2 * (change - slope)) if math.isfinite(change) else 0.0
-        return min(max(part, SHORTEST), 1.0)
+        if not change < FAR * abs(now):
+            return SHORTEST
+        return min(max(form / (2 * (change - slope)), SHORTER), 1.0)
 
     def _expect(
         self,
@@ -291,10 +304,8 @@ class QuadraticModel:
         if counted is not None:
             moved = [torch.where(counted, u, 0.0) for u in moved]
         rows = [torch.stack([criterion.inner(output, u, v) for v in moved]) for u in moved]
-        slopes = torch.zeros_like(rows[0])  # of a loss without a least value nobody asks for them
-        if math.isfinite(criterion.least):
-            residual = criterion.residual(output, target)
-            slopes = torch.stack([(residual * u).sum() for u in moved])
+        residual = criterion.residual(output, target)
+        slopes = torch.stack([(residual * u).sum() for u in moved])
         found = torch.stack([*rows, slopes]).double() / max(1, int(criterion.terms(output, target)))
         *forms, slopes = found.cpu()
         return torch.stack(forms), slopes
@@ -351,12 +362,13 @@ class QuadraticModel:
         if not start or not math.isfinite(least):
             return math.nan
         now, there = self._compared(start, ranks).tolist()
+        least += self.penalty.value(start)  # which stays
         room = there - float(mean(torch.tensor(least, dtype=torch.float64), ranks))
         return (now - there) / room if room > 0 else math.nan
 
     def _compared(self, start: Direction, ranks: Any) -> Tensor:
         """The loss, and what it would be with the parameters ``start``."""
-        penalties = [self.penalty.value(), self.penalty.value(start)]
+        penalties = [self.penalty.now, self.penalty.value(start)]
         pairs = [
             torch.stack(self.replay.values(b, start, self._jury(b))) * w
             for w, b in self.replay.weighted()

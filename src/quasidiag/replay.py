@@ -27,7 +27,7 @@ from quasidiag.fingerprint import fingerprint
 from quasidiag.layers.composite import Surroundings
 from quasidiag.moments import cast
 from quasidiag.outputs import OutputModel
-from quasidiag.probe import Hook, Loan, Loans, Outside, below, reaches, tensors
+from quasidiag.probe import Hook, Loan, Loans, Outside, below, leaf, reaches, tensors
 from quasidiag.reading import Reading
 from quasidiag.witness import Witness
 
@@ -36,8 +36,9 @@ Moved = tuple[Tensor, Tensor, list[Tensor]]
 #: So many numbers of a minibatch's outputs become float64 at a time on a CPU: new memory costs more than arithmetic.
 AT_ONCE = 2**16
 #: In one of so many forward passes it is looked whether the model draws from generators that are not torch's, because to
-#: read their states takes longer than all else here. A model that ever did has them recorded in all.
-LOOK = 50
+#: read their states takes longer than all else here. (Models may be called in turns, of no such number.) A model that ever
+#: did has them recorded in all.
+LOOK = 47
 #: Relative: a total of weights that is negative by no more than this is none.
 ROUNDING = 1e-6
 #: What a model says, besides a ``RuntimeError``, of an input that does not fit.
@@ -150,8 +151,8 @@ class Replay:
         call, reading = next((pair for pair in found if pair[1] is not None), unknown)
         if reading is None and not self._concerns(judged):
             return  # another model's output
-        if reading is not None and reading.strides is None:
-            output = reading.of(call.outputs)  # a copy may be of another precision
+        if reading is not None and output.dtype != call.outputs[reading.number].dtype:
+            output = reading.of(call.outputs)  # rounded, it would not be like what is found again
         batch = Batch(call, reading, output, target, versions(target), loss.detach().clone())
         loan = self._judgements.lend((batch, judged))
 
@@ -185,7 +186,7 @@ class Replay:
     def _concerns(self, output: Tensor) -> bool:
         """Whether an output depends on a parameter of the model."""
         own = {id(p) for p in self.model.parameters()}
-        return any(id(getattr(node, "variable", None)) in own for node in below(output))
+        return any(id(leaf(node)) in own for node in below(output))
 
     def check(self) -> None:
         """There is a minibatch to replay, for the step that begins."""

@@ -60,6 +60,7 @@ class Report:
         level: Running average of the minibatches' losses.
         spread: Running variance of the minibatches' losses.
         losses: Number of losses in ``level`` and ``spread``.
+        doubt: Whether the last step that was tried did not keep its promise, or none was tried: the next one is.
         steady: Whether the next step may reuse the coefficients of the last measured one.
         coefficients: Coefficient of each direction in the last measured step, at a factor of 1.
         slopes: Slope of the loss along each direction of the last measured step.
@@ -104,6 +105,7 @@ class Report:
     level: float = 0.0
     spread: float = 0.0
     losses: int = 0
+    doubt: bool = True
     steady: bool = False
     coefficients: dict[str, float] = field(default_factory=dict)
     slopes: dict[str, float] = field(default_factory=dict)

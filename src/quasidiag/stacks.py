@@ -66,7 +66,7 @@ class Stack:
 
     def _known(self, state: State) -> KeptRoot:
         """It is kept until the metric changes."""
-        homes = [_home(state[block.home]) for block in self.blocks]
+        homes = [(*_home(state[block.home]), block.decays) for block in self.blocks]
         kept = self._root
         if kept is None or not kept.holds(homes):
             every = [(*block.kept(state), block._shift(state)) for block in self.blocks]

@@ -165,6 +165,8 @@ def auto_group(group: dict[str, Any]) -> None:
         "momentum": "leave it out (a scheduler that cycles momentum takes cycle_momentum=False)",
         "maximize": "leave it out",
     }
+    for name in ("lr", "weight_decay"):
+        number(name, group[name])
     for name, advice in instead.items():
         if group[name]:
             raise ValueError(

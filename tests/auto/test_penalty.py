@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
-from typing import Any
+import math
+from typing import Any, cast
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
 
 import quasidiag as qd
 from nets import batch, linear_layers, mlp
-from quasidiag.penalty import Penalty
+from quasidiag.penalty import Penalty, penalty
+from quasidiag.quadratic import QuadraticModel
+from quasidiag.replay import Replay
+from quasidiag.report import Report
 
 N, INPUTS, OUTPUTS = 40, 5, 2
 
@@ -57,7 +62,7 @@ def test_value_slopes_and_forms_are_those_of_half_the_weighted_squares() -> None
     )
     u, v = ({p: torch.randn_like(p, requires_grad=False) for p in (a, b, c)} for _ in range(2))
     del v[b]
-    penalty = Penalty({a: 0.3, b: 2.0})
+    found = Penalty({a: 0.3, b: 2.0})
 
     def value(x: Tensor, y: Tensor) -> Tensor:
         moved = {p: p.detach() + x * u[p] + y * v.get(p, 0 * p.detach()) for p in (a, b, c)}
@@ -67,12 +72,12 @@ def test_value_slopes_and_forms_are_those_of_half_the_weighted_squares() -> None
     slopes = torch.stack(torch.autograd.functional.jacobian(value, (zero, zero)))
     rows = torch.autograd.functional.hessian(value, (zero, zero))
     forms = torch.stack([torch.stack([*row]) for row in rows])
-    assert penalty.value() == pytest.approx(float(value(zero, zero)), rel=1e-12)
+    assert found.now == pytest.approx(float(value(zero, zero)), rel=1e-12)
     there = {p: p.detach() + u[p] for p in (a, c)}
     along = 0.15 * there[a].square().sum() + b.detach().square().sum()
-    assert penalty.value(there) == pytest.approx(float(along), rel=1e-12)
-    torch.testing.assert_close(penalty.slopes([u, v]), slopes, rtol=1e-12, atol=1e-12)
-    torch.testing.assert_close(penalty.forms([u, v]), forms, rtol=1e-12, atol=1e-12)
+    assert found.value(there) == pytest.approx(float(along), rel=1e-12)
+    torch.testing.assert_close(found.slopes([u, v]), slopes, rtol=1e-12, atol=1e-12)
+    torch.testing.assert_close(found.forms([u, v]), forms, rtol=1e-12, atol=1e-12)
 
 
 @pytest.mark.filterwarnings("ignore:no block structure")
@@ -98,21 +103,29 @@ def test_the_step_promises_what_the_loss_with_it_does(bare: bool, decay: float) 
     assert abs(optimizer.auto.besides) < 1e-9  # and no other loss is suspected
 
 
+def test_a_step_may_promise_what_both_can_fall_and_only_the_loss_is_grasped() -> None:
+    model = QuadraticModel(cast(Replay, None), None, Report())
+    slope, form = np.array([-4.0]), np.array([[1.0]])  # a parabola that falls by 8
+    assert model._possible(slope, slope, form, 1.0, 3.0) == pytest.approx(0.5)
+    assert model.report.grasp == pytest.approx(math.log(8.0))
+    assert model._possible(slope, slope, form, 1.0, 9.0) == 1.0
+
+
 # ------------------------------------------------ What comes of it
 
 
 @pytest.mark.parametrize("decay", [0.01, 0.3, 10.0])
-@pytest.mark.parametrize("everything", [True, False], ids=["all", "weights"])
-def test_ridge_regression(decay: float, everything: bool) -> None:
+@pytest.mark.parametrize("bias", [None, 0.0, 1.0], ids=["all", "weights", "each its own"])
+def test_ridge_regression(decay: float, bias: float | None) -> None:
     x, t = data()
     model = mlp(INPUTS, OUTPUTS)
     (layer,) = linear_layers(model)
     options: dict[str, Any] = {"weight_decay": decay}
-    if not everything:  # as people do
+    if bias is not None:
         options = {
             "params": [
                 {"params": [layer.weight], "weight_decay": decay},
-                {"params": [layer.bias], "weight_decay": 0.0},
+                {"params": [layer.bias], "weight_decay": bias},
             ]
         }
     optimizer = qd.Riemannian(model, qd.Gaussian().double(), **options)
@@ -120,7 +133,7 @@ def test_ridge_regression(decay: float, everything: bool) -> None:
         step(optimizer, x, t)
     ones = torch.cat([x, torch.ones(N, 1, dtype=x.dtype)], 1)
     ridge = torch.full((INPUTS + 1,), decay, dtype=x.dtype)
-    ridge[-1] = decay if everything else 0.0
+    ridge[-1] = decay if bias is None else bias
     best = torch.linalg.solve(ones.T @ ones / N + ridge.diag(), ones.T @ t / N)
     found = torch.cat([layer.weight.detach(), layer.bias.detach().unsqueeze(1)], 1).T
     assert (found - best).norm() < 0.02 * best.norm()
@@ -134,6 +147,86 @@ def test_standard_deviations_do_not_decay() -> None:
         step(optimizer, x, t)
     errors = (model(x) - t).detach().square().mean(0).sqrt()
     torch.testing.assert_close(criterion.std.detach(), errors, rtol=0.05, atol=0.0)
+
+
+def test_what_else_does_not_decay() -> None:
+    """What is frozen, and any parameter of the criterion."""
+
+    class Warm(qd.Categorical):
+        def __init__(self) -> None:
+            super().__init__()
+            self.temperature = nn.Parameter(torch.tensor(3.0, dtype=torch.float64))
+
+        def forward(self, output: Tensor, target: Tensor) -> Tensor:
+            return super().forward(output, target) + 0 * self.temperature
+
+    x, t = batch("categorical", N, INPUTS, 3)
+    model, criterion = mlp(INPUTS, 3), Warm()
+    (layer,) = linear_layers(model)
+    optimizer = qd.Riemannian(model, criterion, weight_decay=1.0)
+    layer.bias.requires_grad_(False)
+    bias = layer.bias.clone()
+    for _ in range(10):
+        step(optimizer, x, t)
+    assert torch.equal(layer.bias, bias) and float(criterion.temperature) == 3.0
+    assert {*penalty(optimizer).decays} == {layer.weight}
+
+
+@pytest.mark.parametrize("options", [{}, {"safeguard": None}, {"reduction": "unitwise"}], ids=str)
+def test_what_has_no_other_metric_decays(options: dict[str, Any]) -> None:
+    x, t = batch("categorical", N, INPUTS, 3)
+    x[:, 0] = 0.0
+    model = mlp(INPUTS, 3)
+    (layer,) = linear_layers(model)
+    before = float(layer.weight[:, 0].detach().norm())
+    optimizer = qd.Riemannian(model, qd.Categorical(), weight_decay=0.1, **options)
+    for _ in range(100):
+        step(optimizer, x, t)
+    assert float(layer.weight[:, 0].detach().norm()) < 0.1 * before
+
+
+def test_rows_of_a_table_that_never_come_do_not_keep_the_others_back() -> None:
+    def trained(rows: int) -> float:
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Embedding(rows, 8), nn.Linear(8, 5)).double()
+        optimizer = qd.Riemannian(model, qd.Categorical(), weight_decay=1e-3)
+        for _ in range(60):
+            x = torch.randint(10, (500,))
+            step(optimizer, x, x % 5)
+        return objective(optimizer, x, x % 5, 1e-3)
+
+    assert trained(200) < 1.3 * trained(10)
+
+
+def test_a_gradient_for_others_has_none_of_it() -> None:
+    """They have a weight decay of their own."""
+    x, t = data()
+    found = []
+    for decay in (0.0, 10.0):
+        optimizer = qd.Riemannian(mlp(INPUTS, OUTPUTS), qd.Gaussian().double(), weight_decay=decay)
+        for _ in range(2):  # the second time, as after a step
+            optimizer.zero_grad()
+            optimizer.criterion(optimizer.model(x), t).backward()  # type: ignore[misc]
+            optimizer.precondition_()
+        found.append([p.grad for p in optimizer.model.parameters()])
+    for plain, decaying in zip(*found):
+        torch.testing.assert_close(plain, decaying)
+
+
+@pytest.mark.parametrize("name", ["lr", "weight_decay"])
+@pytest.mark.parametrize("value", [math.nan, math.inf, -1.0])
+def test_a_scheduler_that_has_lost_its_way(name: str, value: float) -> None:
+    x, t = data()
+    optimizer = qd.Riemannian(mlp(INPUTS, OUTPUTS), qd.Gaussian().double())
+    step(optimizer, x, t)
+    before = [p.detach().clone() for p in optimizer.model.parameters()]
+    optimizer.param_groups[0][name] = value
+    with pytest.raises(ValueError, match=f"{name} must be finite and not negative"):
+        step(optimizer, x, t)
+    optimizer.param_groups[0][name] = 1.0
+    step(optimizer, x, t)
+    assert all(p.isfinite().all() for p in optimizer.model.parameters())
+    assert not all(torch.equal(p, q) for p, q in zip(before, optimizer.model.parameters()))
 
 
 def test_it_may_change_on_the_way_and_goes_with_a_checkpoint() -> None:

@@ -15,7 +15,7 @@ from torch.func import functional_call, jvp
 
 import quasidiag as qd
 from nets import batch, mlp
-from quasidiag.replay import Replay
+from quasidiag.replay import LOOK, Replay
 
 F64 = torch.float64
 
@@ -295,7 +295,60 @@ def test_so_is_what_other_generators_gave(kind: str) -> None:
         replay.clear()
 
 
+def test_a_model_that_begins_to_draw_is_noticed() -> None:
+    class Late(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.inner, self.passes = mlp(4, 6, 3), 0
+
+        def forward(self, x: Tensor) -> Tensor:
+            self.passes += 1
+            return self.inner(x) * (random.random() if self.passes > 3 else 1.0)
+
+    model = Late()
+    instance = Replay(model, qd.Categorical(), [*model.parameters()])
+    x, _ = batch("categorical", 24, 4, 3)
+    for _ in range(3):
+        model(x)
+    assert not instance._foreign
+    for _ in range(LOOK):
+        model(x)
+    assert instance._foreign
+
+
+def test_the_loss_as_it_was_is_found_once() -> None:
+    class Counted(qd.Categorical):
+        calls = 0
+
+        def forward(self, output: Tensor, target: Tensor) -> Tensor:
+            self.calls += 1
+            return super().forward(output, target)
+
+    model, criterion = mlp(4, 6, 3), Counted()
+    x, t = batch("categorical", 24, 4, 3)
+    instance = Replay(model, criterion, [*model.parameters()])
+    criterion(model(x), t).backward()
+    entry = instance.weighted()[0][1]
+    elsewhere = {p: 2 * p.detach() for p in model.parameters()}
+    for share in (1.0, 0.5):
+        criterion.calls = 0
+        first, second = (instance.values(entry, at, share) for at in ({}, elsewhere))
+        assert criterion.calls == 3
+        torch.testing.assert_close(first[0], first[1])
+        assert second[0] == first[0] != second[1]
+
+
 # ------------------------------------------------ What the criterion may be called on
+
+
+def test_a_copy_of_less_precision_is_compared_as_the_model_has_it() -> None:
+    model, criterion = mlp(4, 6, 3), qd.Categorical()
+    x, t = batch("categorical", 24, 4, 3)
+    instance = Replay(model, criterion, [*model.parameters()])
+    criterion(model(x).float(), t).backward()
+    entry = instance.weighted()[0][1]
+    assert entry.output.dtype == torch.float64
+    torch.testing.assert_close(*instance.values(entry, {}), rtol=1e-14, atol=0.0)
 
 
 class Many(nn.Module):

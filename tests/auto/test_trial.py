@@ -13,7 +13,7 @@ from torch import Tensor, nn
 import quasidiag as qd
 from quasidiag import quadratic
 from quasidiag.directions import after_step
-from quasidiag.quadratic import SHORTEST, QuadraticModel
+from quasidiag.quadratic import SHORTER, SHORTEST, QuadraticModel
 from quasidiag.report import Report
 
 
@@ -31,12 +31,9 @@ def judge(monkeypatch: pytest.MonkeyPatch, now: float, after: float) -> Quadrati
     [
         (5.0, 1.5, 1.0),  # as promised
         (5.0, 3.2, 1.0),  # by more than half of it
-        (
-            5.0,
-            4.0,
-            1 / 6,
-        ),  # a parabola that begins with a slope of -4 and ends at -1 has a curvature of 6, and not 1
-        (5.0, 9.0, SHORTEST),
+        (5.0, 4.0, SHORTER),
+        (5.0, 9.0, SHORTER),
+        (5.0, 6e3, SHORTEST),
         (5.0, math.inf, SHORTEST),
         (math.nan, math.nan, 1.0),  # nothing is known
     ],
@@ -49,14 +46,52 @@ def test_the_curvature_is_that_of_the_loss(
     assert tried == pytest.approx(part)
 
 
+def test_a_parabola_that_is_a_little_steeper(monkeypatch: pytest.MonkeyPatch) -> None:
+    """One that begins with a slope of -4 and ends at -0.9 has a curvature of 6.2, and not 4."""
+    slope, form, step = (np.array(x) for x in ([-4.0], [[4.0]], [1.0]))
+    tried = judge(monkeypatch, 5.0, 4.1)._tried([], slope, form, step, None)
+    assert tried == pytest.approx(4 / 6.2)
+
+
 @pytest.mark.parametrize(
-    ("room", "besides", "much"), [(13.0, 0.0, True), (15.0, 0.0, False), (13.0, 3.0, False)]
+    ("room", "besides", "doubt", "doubtful"),
+    [
+        (13.0, 0.0, False, True),
+        (15.0, 0.0, False, False),
+        (13.0, 3.0, False, False),
+        (math.inf, 0.0, False, False),
+        (math.inf, 0.0, True, True),
+        (math.inf, 3.0, True, False),
+    ],
 )
-def test_what_promises_much_is_tried(room: float, besides: float, much: bool) -> None:
+def test_what_promises_much_is_tried_and_what_is_in_doubt(
+    room: float, besides: float, doubt: bool, doubtful: bool
+) -> None:
     model = QuadraticModel.__new__(QuadraticModel)
-    model.report = Report(besides=besides, unbounded=4.0)
+    model.report = Report(besides=besides, unbounded=4.0, doubt=doubt)
     slope, form, step = (np.array(x) for x in ([-4.0], [[1.0]], [1.0]))
-    assert model._much(slope, form, step, room) is much
+    assert model._doubtful(slope, form, step, room) is doubtful
+
+
+@pytest.mark.parametrize("trials", [0, quadratic.TRIALS])
+def test_a_first_step_through_many_layers_does_not_lead_far_up(
+    trials: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It promises little; but where each layer's outputs are half as large again, those of all are many times."""
+    monkeypatch.setattr(quadratic, "TRIALS", trials)
+    torch.manual_seed(0)
+    down = [nn.Conv2d(1, 8, 3, 1, 1), nn.ReLU(), nn.Conv2d(8, 8, 3, 1, 1), nn.ReLU()]
+    up = [nn.ConvTranspose2d(8, 8, 3, 1, 1), nn.ReLU(), nn.ConvTranspose2d(8, 1, 3, 1, 1)]
+    model = nn.Sequential(nn.Unflatten(1, (1, 8, 8)), *down, *up, nn.Flatten()).double()
+    x, criterion = torch.rand(500, 64, dtype=torch.float64), qd.Gaussian(0.1).double()
+    optimizer = qd.Riemannian(model, criterion)
+    assert optimizer.auto is not None and optimizer.auto.doubt
+    loss = criterion(model(x), x)
+    loss.backward()
+    optimizer.step()
+    after = criterion(model(x), x)
+    assert after > 2 * loss if trials == 0 else after < loss
+    assert optimizer.auto.doubt and not optimizer.auto.steady  # the next is tried too
 
 
 def stepped() -> tuple[float, float, float]:
