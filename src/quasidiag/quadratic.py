@@ -136,18 +136,19 @@ class QuadraticModel:
             )
         fisher = self._averaged(names, fisher, metric.diagonal()) + decaying
         part = self._possible(linear, slopes, fisher, float(room), float(size))
-        factors = np.array([factor * largest[name] for name in names])
+        factors, doubt = np.array([factor * largest[name] for name in names]), False
         for left in reversed(range(TRIALS + 1)):
             curved = fisher / part
             best = minimiser(linear, curved + self.report.damping * metric)
             step = best * factors
-            if not left or not self._doubtful(linear, curved, step, float(room + size)):
+            doubtful = doubt or self._doubtful(linear, curved, step, float(room + size))
+            if not left or not doubtful:
                 break
             tried = self._tried(directions, linear, curved, step, ranks)
-            self.report.doubt = left < TRIALS or tried < 1
             if tried == 1:
                 break
-            part *= tried
+            part, doubt = part * tried, True
+        self.report.doubt = doubt
         form, length = float(best @ fisher @ best), float(best @ metric @ best)
         self._expect(float(linear @ best), form, length, steep, part)
         self.report.coefficients = dict(zip(names, best.tolist()))

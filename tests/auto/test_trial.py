@@ -91,7 +91,22 @@ def test_a_first_step_through_many_layers_does_not_lead_far_up(
     optimizer.step()
     after = criterion(model(x), x)
     assert after > 2 * loss if trials == 0 else after < loss
-    assert optimizer.auto.doubt and not optimizer.auto.steady  # the next is tried too
+    assert optimizer.auto.doubt is bool(trials)  # then the next one is tried and measured too
+    assert not (optimizer.auto.doubt and optimizer.auto.steady)
+
+
+def test_another_loss_does_not_keep_steps_in_doubt() -> None:
+    """Of which nothing is known: they are not tried, and need not be measured each for that."""
+    torch.manual_seed(0)
+    model, criterion = nn.Linear(4, 3).double(), qd.Gaussian().double()
+    optimizer = qd.Riemannian(model, criterion)
+    x = torch.randn(500, 4, dtype=torch.float64)
+    output = model(x)
+    (criterion(output, x[:, :3]) + 50 * (output - 1).square().sum(1).mean()).backward()
+    optimizer.step()
+    report = optimizer.auto
+    assert report is not None and report.besides > 0.5 * report.unbounded > 0
+    assert not report.doubt
 
 
 def stepped() -> tuple[float, float, float]:
