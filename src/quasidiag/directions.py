@@ -33,7 +33,7 @@ def after_step(
 
 
 def dots(covector: Direction, directions: Sequence[Direction]) -> list[float]:
-    """The product with each direction, over the parameters that both have; a device is waited for once."""
+    """The product with each direction, over the parameters that both have."""
     pairs = [
         (i, v, cast(g, v.dtype))
         for i, u in enumerate(directions)
@@ -44,13 +44,18 @@ def dots(covector: Direction, directions: Sequence[Direction]) -> list[float]:
     if not pairs:
         return total
     of, vs, gs = zip(*pairs)
-    found = kernels.dots(vs, gs)
-    if found is None:
-        each = gathered([torch.dot(v.flatten(), g.flatten()) for v, g in zip(vs, gs)])
-        found = each.tolist()
-    for i, x in zip(of, found):
+    for i, x in zip(of, products(vs, gs)):
         total[i] += x
     return total
+
+
+def products(us: Sequence[Tensor], vs: Sequence[Tensor]) -> list[float]:
+    """Of each pair; a device is waited for once."""
+    found = kernels.dots(us, vs)
+    if found is None:
+        each = [torch.dot(u.flatten(), v.flatten()) for u, v in zip(us, vs)]
+        found = gathered(each).tolist()
+    return found
 
 
 def dot(covector: Direction, u: Direction) -> float:

@@ -14,8 +14,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from quasidiag import kernels
-from quasidiag.directions import Direction, gathered
+from quasidiag.directions import Direction, gathered, products
 from quasidiag.moments import cast
 
 if TYPE_CHECKING:
@@ -55,11 +54,7 @@ class Penalty:
         both = [p for p in self.decays if p in u and p in v]
         if not both:
             return 0.0
-        us, vs = [cast(u[p], v[p].dtype) for p in both], [v[p] for p in both]
-        found = kernels.dots(us, vs)
-        if found is None:
-            each = [torch.dot(x.flatten(), y.flatten()) for x, y in zip(us, vs)]
-            found = gathered(each).tolist()
+        found = products([cast(u[p], v[p].dtype) for p in both], [v[p] for p in both])
         return sum(self.decays[p] * x for p, x in zip(both, found))
 
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import csv
 import itertools
 import json
-import time
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -249,35 +248,54 @@ def test_tables_of_later_steps_and_of_the_first_four():
     assert tables.paces([{**known, "timing": None}]) == ""
 
 
+class Clock:
+    """Goes on by a millisecond whenever it is read, and while somebody sleeps: no other load makes it run faster."""
+
+    now = 0.0
+
+    def perf_counter(self) -> float:
+        self.now += 1e-3
+        return self.now
+
+
+@pytest.fixture
+def clock(monkeypatch) -> Clock:
+    """The one that the race is timed by."""
+    made = Clock()
+    monkeypatch.setattr(timing, "time", made)
+    return made
+
+
 class Sleepy(torch.optim.SGD):
     """SGD that sleeps in its steps, so many seconds by their number."""
 
+    clock: Clock
     sleeps: Callable[[int], float]
     number = 0
 
     def step(self, closure=None):
         self.number += 1
-        time.sleep(self.sleeps(self.number))
+        self.clock.now += self.sleeps(self.number)
         super().step()
 
 
 def asleep(
-    monkeypatch: pytest.MonkeyPatch, name: str, sleeps: Callable[[int], float]
+    monkeypatch: pytest.MonkeyPatch, clock: Clock, name: str, sleeps: Callable[[int], float]
 ) -> list[Sleepy]:
     """Let a sleepy one race by that name; each that is made is in the list."""
     made: list[Sleepy] = []
 
     def make(model, criterion, lr, device) -> Sleepy:
         made.append(Sleepy(model.parameters(), lr=lr))
-        made[-1].sleeps = sleeps
+        made[-1].clock, made[-1].sleeps = clock, sleeps
         return made[-1]
 
     monkeypatch.setitem(CONTENDERS, name, Contender(make, (-3,)))
     return made
 
 
-def test_the_pace_is_that_of_fresh_runs(tmp_path, data_dir, monkeypatch):
-    made = asleep(monkeypatch, "SGD", lambda number: 0.05 if number <= 2 else 0.0)
+def test_the_pace_is_that_of_fresh_runs(tmp_path, data_dir, monkeypatch, clock):
+    made = asleep(monkeypatch, clock, "SGD", lambda number: 0.05 if number <= 2 else 0.0)
     found = timing.measure(plan(tmp_path, data_dir, (OURS, "SGD")), rounds=3)
     assert list(found) == ["device", OURS, "SGD"]
     for pace in (found[OURS], found["SGD"]):
@@ -291,9 +309,9 @@ def test_the_pace_is_that_of_fresh_runs(tmp_path, data_dir, monkeypatch):
     assert found["SGD"]["then"] < 0.05
 
 
-def test_what_a_process_does_once_is_not_counted(tmp_path, data_dir, monkeypatch):
+def test_what_a_process_does_once_is_not_counted(tmp_path, data_dir, monkeypatch, clock):
     once = iter([0.5])
-    asleep(monkeypatch, "SGD", lambda number: next(once, 0.0))
+    asleep(monkeypatch, clock, "SGD", lambda number: next(once, 0.0))
     found = timing.measure(plan(tmp_path, data_dir, ("SGD",)), rounds=1)
     assert found["SGD"]["first"][-1] < 0.5
 
@@ -308,9 +326,9 @@ def test_what_is_timed_is_the_run_itself(name, tmp_path, data_dir):
     assert all(p.equal(q) for p, q in zip(timed.model.parameters(), twin.model.parameters()))
 
 
-def test_a_slow_contender_does_not_take_the_time_of_others(tmp_path, data_dir, monkeypatch):
-    slow = asleep(monkeypatch, "AdamW", lambda number: 0.03)
-    quick = asleep(monkeypatch, "SGD", lambda number: 0.0)
+def test_a_slow_contender_does_not_take_the_time_of_others(tmp_path, data_dir, monkeypatch, clock):
+    slow = asleep(monkeypatch, clock, "AdamW", lambda number: 0.03)
+    quick = asleep(monkeypatch, clock, "SGD", lambda number: 0.0)
     race = plan(tmp_path, data_dir, ("AdamW", "SGD"))
     found = timing.measure(race, rounds=3, seconds=2.0)
     assert len(slow) == 1 + 1  # a round of 1.2 seconds is more than its half
@@ -318,8 +336,8 @@ def test_a_slow_contender_does_not_take_the_time_of_others(tmp_path, data_dir, m
     assert found["AdamW"]["then"] > 0.03
 
 
-def test_without_any_time_there_is_one_round(tmp_path, data_dir, monkeypatch):
-    made = asleep(monkeypatch, "SGD", lambda number: 0.0)
+def test_without_any_time_there_is_one_round(tmp_path, data_dir, monkeypatch, clock):
+    made = asleep(monkeypatch, clock, "SGD", lambda number: 0.0)
     found = timing.measure(plan(tmp_path, data_dir, (OURS, "SGD")), seconds=-1.0)
     assert len(made) == 1 + 1
     assert found[OURS]["then"] > 0
