@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 import quasidiag as qd
-from quasidiag.proposal import averaged_, counted_
+from quasidiag.auto.proposal import averaged_, counted_
 
 ACTIVATIONS = {"sigmoid": nn.Sigmoid, "tanh": nn.Tanh, "relu": nn.ReLU}
 OUTPUTS = ("categorical", "gaussian", "bernoulli")

@@ -43,7 +43,7 @@ class DiagonalBlock:
 
     #: Bounds relative to the unit's and the layer's mean (``reductions.safeguarded``), where there are any.
     safeguard: tuple[float, float, float] | None = None
-    #: The weight decay of each parameter, where that is a part of the loss (:mod:`quasidiag.penalty`).
+    #: The weight decay of each parameter, where that is a part of the loss (:mod:`quasidiag.auto.penalty`).
     decays: tuple[float, ...] = ()
 
     def __init__(
@@ -200,7 +200,7 @@ class DiagonalBlock:
 
     @cached_property
     def alike(self) -> Hashable:
-        """Layers of which this is equal can be stacked (:mod:`quasidiag.stacks`)."""
+        """Layers of which this is equal can be stacked (:mod:`quasidiag.auto.stacks`)."""
         rows = self.rows_of([p.detach() for p in self.parameters])
         form = type(self), self.mixes, self.adapter.shiftable, self.weight is None
         return *form, *(x.shape for x in rows)

@@ -17,10 +17,10 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from quasidiag.auto.report import Report
 from quasidiag.blocks import DiagonalBlock, QuasiDiagonalBlock, UnitwiseBlock
 from quasidiag.optimizer import Riemannian
 from quasidiag.reductions import varies
-from quasidiag.report import Report
 from quasidiag.sharding import local, rows_of
 
 #: A unit is dead if its weight in the metric is less than this part of its layer's mean.

@@ -8,23 +8,24 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from quasidiag import auto, distributed, placeholder, rest, together, validate
+from quasidiag import distributed, placeholder, together, validate
+from quasidiag.auto import descent, rest
+from quasidiag.auto.penalty import Penalty, penalty
+from quasidiag.auto.proposal import Plan
+from quasidiag.auto.quadratic import QuadraticModel
+from quasidiag.auto.replay import Replay
+from quasidiag.auto.report import Report
+from quasidiag.auto.stacks import Stacks
 from quasidiag.blocks import DiagonalBlock, Update
 from quasidiag.collect import Collector, LossScale
 from quasidiag.defaults import DEFAULTS, everything
 from quasidiag.hidden import hidden
 from quasidiag.moments import Moments, cast, full_precision
 from quasidiag.outputs import OutputModel
-from quasidiag.penalty import Penalty, penalty
 from quasidiag.probe import Hook
-from quasidiag.proposal import Plan
-from quasidiag.quadratic import QuadraticModel
 from quasidiag.readiness import idle, ready, warn_of_others
-from quasidiag.replay import Replay
-from quasidiag.report import Report
 from quasidiag.saving import STAYS, Saved
 from quasidiag.sharding import is_sharded
-from quasidiag.stacks import Stacks
 from quasidiag.sums import Sums, dtype_of
 from quasidiag.units import find_units
 
@@ -62,7 +63,7 @@ class Riemannian(Saved):
         samples: targets drawn per sample, for the Monte Carlo metric.
         momentum: of the Riemannian gradient, as in ``torch.optim.SGD``.
         weight_decay: decoupled, as in AdamW; with ``step="auto"`` a part of the loss, as in SGD
-            (:mod:`quasidiag.penalty`). It breaks the invariance.
+            (:mod:`quasidiag.auto.penalty`). It breaks the invariance.
         maximize: go up the loss.
         params: param groups as in ``torch.optim``, each with its own ``lr``, ``gamma``, ``eps``, ``floor``,
             ``momentum``, ``weight_decay``; by default all that is trainable in the model and the criterion.
@@ -78,10 +79,10 @@ class Riemannian(Saved):
             its loss at least; by default a half, and of no more than 2,048 terms.
         step_every: it does so every so many steps, by default every sixth.
         orthogonal: whether ``step="auto"`` gives all directions of a layer's gradient the same strength
-            (:mod:`quasidiag.orthogonal`), as it does by default; else it follows the Riemannian gradient itself. With
+            (:mod:`quasidiag.auto.orthogonal`), as it does by default; else it follows the Riemannian gradient itself. With
             it ``eps`` and ``floor`` do not count. The unitwise reduction has no such directions.
         averaged: whether the parameters that ``step="auto"`` leaves between two steps are an average of where training
-            was lately (:mod:`quasidiag.rest`), as they are by default; training itself is the same either way.
+            was lately (:mod:`quasidiag.auto.rest`), as they are by default; training itself is the same either way.
         safeguard: bounds on the metric relative to the mean of its unit and of its layer
             (:func:`quasidiag.reductions.safeguarded`), or ``None`` for none; by default only ``step="auto"`` has them.
         loss_reduction: ``"mean"`` or ``"sum"``; what the loss does over the batch, where there is no criterion.
@@ -91,7 +92,7 @@ class Riemannian(Saved):
         nonfinite: ``"skip"`` reports a minibatch with a gradient that is not finite and leaves everything as it was,
             ``"raise"`` raises.
         foreach: solve and update many tensors with one call each (:mod:`quasidiag.together`,
-            :mod:`quasidiag.stacks`): ``True`` all that can be, at the price of memory, ``False`` none, ``None`` those
+            :mod:`quasidiag.auto.stacks`): ``True`` all that can be, at the price of memory, ``False`` none, ``None`` those
             that are not large.
         capturable: never wait for the device, so that a step can be captured in a CUDA graph; minibatches are then not
             looked at for finiteness.
@@ -304,11 +305,11 @@ class Riemannian(Saved):
             if self._model is not None:
                 self._model.replay.check()
                 self._model.penalty = penalty(self)
-                turn = auto.turn(self, self._model, usable)
-                usable = not (turn.judges and auto.retreat_(self, self._model)) and usable
+                turn = descent.turn(self, self._model, usable)
+                usable = not (turn.judges and descent.retreat_(self, self._model)) and usable
             if usable and self._model is not None:
                 self._update_metric()
-                auto.descend_(self, self._model, turn.measures)
+                descent.descend_(self, self._model, turn.measures)
             elif usable:
                 batches = together.batches(self)
                 done = together.advance_(self, batches)
@@ -317,7 +318,7 @@ class Riemannian(Saved):
                 done |= {block for block in alone if self._descend_(block)}
                 together.apply_(self, self._directions(batches, done))
             if usable:
-                auto.project_(self)
+                descent.project_(self)
 
     @hidden
     @torch.no_grad()
@@ -496,5 +497,5 @@ class Riemannian(Saved):
     def _count(self, steps: int) -> None:
         # In the param group too, because torch.distributed.checkpoint saves nothing else.
         self.steps = self.param_groups[0]["steps"] = steps
-        self._collector.schedule(auto.metric_due(self) or bool(self._late))
+        self._collector.schedule(descent.metric_due(self) or bool(self._late))
         self._collector.next_step(steps)

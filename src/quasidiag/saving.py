@@ -10,12 +10,13 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from quasidiag import rest, validate
+from quasidiag import validate
+from quasidiag.auto import rest
+from quasidiag.auto.report import Report
+from quasidiag.auto.stacks import Stacks
 from quasidiag.blocks import DiagonalBlock
 from quasidiag.collect import Collector
-from quasidiag.report import Report
 from quasidiag.sharding import rows_of
-from quasidiag.stacks import Stacks
 from quasidiag.sums import SUMS
 
 #: Of what ``state_dict()`` holds. 0 had no version, no shift and no count of steps.

@@ -3,7 +3,7 @@ r"""Many small tensors at once: what ``foreach`` is in ``torch.optim``.
 In a network of hundreds of small layers a step is made of calls, not of numbers. Here blocks whose units have equally
 many inputs are put side by side and solved as one, and what is elementwise goes through ``torch._foreach_*``. The loop
 over single tensors stands beside it, for large tensors and as the oracle. (The step without an ``lr`` has
-:mod:`quasidiag.stacks`.)
+:mod:`quasidiag.auto.stacks`.)
 """
 
 from __future__ import annotations

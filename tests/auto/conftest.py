@@ -4,19 +4,19 @@ import math
 
 import pytest
 
-from quasidiag import auto, quadratic, report
+from quasidiag.auto import descent, quadratic, report
 
 
 @pytest.fixture
 def unbounded(monkeypatch: pytest.MonkeyPatch) -> None:
     """Layers may move by more than their own weights."""
-    monkeypatch.setattr(auto, "LONGEST", math.inf)
+    monkeypatch.setattr(descent, "LONGEST", math.inf)
 
 
 @pytest.fixture
 def seldom(monkeypatch: pytest.MonkeyPatch) -> None:
     """The metric is updated no more often in the first steps than later."""
-    monkeypatch.setattr(auto, "AT_FIRST", 0)
+    monkeypatch.setattr(descent, "AT_FIRST", 0)
 
 
 @pytest.fixture
@@ -28,8 +28,8 @@ def warm(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.fixture
 def full(monkeypatch: pytest.MonkeyPatch) -> None:
     """The steps of a small minibatch are as long as those of a large one."""
-    monkeypatch.setattr(auto, "FULL", 1)
-    monkeypatch.setattr(auto, "EACH", 0)
+    monkeypatch.setattr(descent, "FULL", 1)
+    monkeypatch.setattr(descent, "EACH", 0)
 
 
 @pytest.fixture

@@ -11,10 +11,10 @@ from torch import Tensor, nn
 
 import quasidiag as qd
 from nets import OUTPUTS, batch, criterion, mlp
-from quasidiag import bounce, rest
-from quasidiag.bounce import GROWTH, LATER, NEW, SMALL, TWICE, lengthen
-from quasidiag.quadratic import BOUNDS, LESS, QuadraticModel
-from quasidiag.report import Report
+from quasidiag.auto import bounce, rest
+from quasidiag.auto.bounce import GROWTH, LATER, NEW, SMALL, TWICE, lengthen
+from quasidiag.auto.quadratic import BOUNDS, LESS, QuadraticModel
+from quasidiag.auto.report import Report
 
 
 def step(model: nn.Module, loss: nn.Module, optimizer: qd.Riemannian, x: Tensor, t: Tensor) -> None:

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 import quasidiag as qd
 from nets import batch, linear_layers, mlp
-from quasidiag import auto, quadratic
+from quasidiag.auto import descent, quadratic
 
 
 def train(
@@ -82,7 +82,7 @@ def test_no_layer_moves_by_many_times_its_own_weights(factor: float) -> None:
         before = {p: p.detach().clone() for p in model.parameters()}
         train(model, loss, rule, x, x)
         reached = max(reached, *parts(rule, before))
-    assert 0.5 < reached / auto.LONGEST < 1.01
+    assert 0.5 < reached / descent.LONGEST < 1.01
 
 
 def test_layers_that_begin_at_zero_move() -> None:
@@ -104,7 +104,7 @@ def test_directions_that_were_shortened_are_measured_anew(
     x, t = batch("categorical", 60, 5, 3)
     reports = []
     for longest in (1e9, 0.2):
-        monkeypatch.setattr(auto, "LONGEST", longest)
+        monkeypatch.setattr(descent, "LONGEST", longest)
         model, loss = mlp(5, 6, 3), qd.Categorical()
         rule = qd.Riemannian(model, loss, metric="exact", step_fraction=1.0, safeguard=None)
         fisher = qd.reference.fisher_categorical(model, x)
@@ -195,7 +195,7 @@ def test_the_metric_is_updated_in_each_of_the_first_steps() -> None:
     rule = qd.Riemannian(model, loss, lr=0.1, step="auto")
     x, t = batch("categorical", 60, 5, 3)
     updates = []
-    for _ in range(auto.AT_FIRST + 15):
+    for _ in range(descent.AT_FIRST + 15):
         train(model, loss, rule, x, t)
         updates.append(rule.state[rule._blocks[0].home]["updates"])
     assert rule.auto is not None and rule.auto.retreats == 0

@@ -9,10 +9,10 @@ import torch
 
 import quasidiag as qd
 from nets import batch, mlp
-from quasidiag.auto import LONGER, SOON
-from quasidiag.quadratic import BOUNDS, HALF, OWN, QuadraticModel
-from quasidiag.replay import Replay
-from quasidiag.report import ECHO, ECHOES, LOUDEST, WARM_UP, WHOLE, Report
+from quasidiag.auto.descent import LONGER, SOON
+from quasidiag.auto.quadratic import BOUNDS, HALF, OWN, QuadraticModel
+from quasidiag.auto.replay import Replay
+from quasidiag.auto.report import ECHO, ECHOES, LOUDEST, WARM_UP, WHOLE, Report
 
 LATE = 10 * WARM_UP
 

@@ -9,9 +9,9 @@ from torch import nn
 
 import quasidiag as qd
 from nets import batch, mlp
-from quasidiag.quadratic import BOUNDS, LITTLE, QuadraticModel
-from quasidiag.replay import Replay
-from quasidiag.report import ECHOES, RISES, Report
+from quasidiag.auto.quadratic import BOUNDS, LITTLE, QuadraticModel
+from quasidiag.auto.replay import Replay
+from quasidiag.auto.report import ECHOES, RISES, Report
 
 
 def judge(report: Report) -> QuadraticModel:

@@ -11,8 +11,8 @@ from torch import Tensor
 
 import quasidiag as qd
 from nets import batch, mlp
-from quasidiag.quadratic import CHANGE, QuadraticModel
-from quasidiag.report import Report
+from quasidiag.auto.quadratic import CHANGE, QuadraticModel
+from quasidiag.auto.report import Report
 
 pytestmark = pytest.mark.usefixtures("unbounded")
 

@@ -11,8 +11,8 @@ from torch import Tensor, nn
 
 import quasidiag as qd
 from nets import linear_layers, mlp
-from quasidiag.quadratic import QuadraticModel
-from quasidiag.report import Report
+from quasidiag.auto.quadratic import QuadraticModel
+from quasidiag.auto.report import Report
 
 pytestmark = pytest.mark.usefixtures("unbounded", "full", "warm", "untried")
 

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 
 import quasidiag as qd
 from nets import batch, digits, mlp
-from quasidiag.report import FIRST, WARM_UP
+from quasidiag.auto.report import FIRST, WARM_UP
 
 SIZES = (4, 6, 3)
 HERE = Path(__file__).parent

@@ -13,9 +13,9 @@ from torch import Tensor, nn
 
 import quasidiag as qd
 from nets import batch, mlp
-from quasidiag import auto
-from quasidiag.proposal import Proposal
-from quasidiag.replay import Replay
+from quasidiag.auto import descent
+from quasidiag.auto.proposal import Proposal
+from quasidiag.auto.replay import Replay
 
 
 @dataclass
@@ -189,7 +189,7 @@ def test_a_direction_that_is_not_finite_moves_nothing(monkeypatch: pytest.Monkey
     def lost(optimizer: Any, gradient: dict[Tensor, Tensor], measures: bool) -> Proposal:
         return Proposal({p: torch.full_like(p, torch.nan) for p in model.parameters()}, {}, None)
 
-    monkeypatch.setattr(auto, "propose", lost)
+    monkeypatch.setattr(descent, "propose", lost)
     loss(model(torch.randn(8, 4)), torch.randn(8, 2)).backward()
     with pytest.warns(RuntimeWarning, match="no layer moves in this step"):
         optimizer.step()

@@ -13,11 +13,11 @@ from torch import Tensor, nn
 
 import quasidiag as qd
 from nets import OUTPUTS, STD, batch, criterion, linear_layers, mlp
-from quasidiag.proposal import reach
-from quasidiag.quadratic import BOUNDS, DECAY, FORMS, SHORTEST, QuadraticModel, minimiser
+from quasidiag.auto.proposal import reach
+from quasidiag.auto.quadratic import BOUNDS, DECAY, FORMS, SHORTEST, QuadraticModel, minimiser
+from quasidiag.auto.report import RISES
 from quasidiag.reductions import safeguarded
 from quasidiag.reference import completion
-from quasidiag.report import RISES
 
 pytestmark = pytest.mark.usefixtures("unbounded", "warm", "full", "untried")
 SIZES = (5, 6, 3)

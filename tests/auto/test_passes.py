@@ -11,7 +11,7 @@ from torch.utils.checkpoint import checkpoint
 
 import quasidiag as qd
 from nets import batch, mlp
-from quasidiag.witness import Witness
+from quasidiag.auto.witness import Witness
 
 
 def problem(

@@ -12,10 +12,10 @@ from torch import Tensor, nn
 
 import quasidiag as qd
 from nets import batch, linear_layers, mlp
-from quasidiag.penalty import Penalty, penalty
-from quasidiag.quadratic import QuadraticModel
-from quasidiag.replay import Replay
-from quasidiag.report import Report
+from quasidiag.auto.penalty import Penalty, penalty
+from quasidiag.auto.quadratic import QuadraticModel
+from quasidiag.auto.replay import Replay
+from quasidiag.auto.report import Report
 
 N, INPUTS, OUTPUTS = 40, 5, 2
 

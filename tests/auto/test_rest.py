@@ -12,8 +12,8 @@ from torch import Tensor, nn
 
 import quasidiag as qd
 from nets import batch, mlp
-from quasidiag import rest
-from quasidiag.report import Report
+from quasidiag.auto import rest
+from quasidiag.auto.report import Report
 
 SIZES = (5, 8, 3)
 STEPS = 70

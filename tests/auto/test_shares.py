@@ -12,9 +12,9 @@ from torch.nn.utils.rnn import pack_padded_sequence, pad_packed_sequence
 
 import quasidiag as qd
 from nets import batch, mlp
-from quasidiag.calls import Part
-from quasidiag.quadratic import JUDGES, MOST
-from quasidiag.replay import Replay
+from quasidiag.auto.calls import Part
+from quasidiag.auto.quadratic import JUDGES, MOST
+from quasidiag.auto.replay import Replay
 
 F64 = torch.float64
 
@@ -267,8 +267,8 @@ def test_large_minibatches_are_trained_on_as_ever(monkeypatch: pytest.MonkeyPatc
     last = []
     for most in (None, 10**9):
         if most is not None:
-            monkeypatch.setattr("quasidiag.quadratic.MOST", most)
-            monkeypatch.setattr("quasidiag.quadratic.JUDGES", most)
+            monkeypatch.setattr("quasidiag.auto.quadratic.MOST", most)
+            monkeypatch.setattr("quasidiag.auto.quadratic.JUDGES", most)
         optimizer = qd.Riemannian(mlp(4, 8, 3), qd.Categorical())
         first = train(optimizer, x, t, 1)
         last.append(train(optimizer, x, t, 29))
@@ -292,7 +292,7 @@ def test_a_large_minibatch_is_judged_by_what_counts(labelled: slice) -> None:
         optimizer.zero_grad()
         loss(model(x), t).backward()
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr("quasidiag.quadratic.JUDGES", most)
+            patch.setattr("quasidiag.auto.quadratic.JUDGES", most)
             assert not quadratic.judge(way)
         found.append(report.actual)
     assert found[0] < 0 and found[0] == pytest.approx(found[1], rel=0.1)
@@ -313,7 +313,7 @@ def test_a_loss_is_the_same_part_by_part(kind: str, monkeypatch: pytest.MonkeyPa
     way = {p: optimizer.state[p]["update"] for p in optimizer._group}
     found = []
     for most in (10**9, 3 * 7, 3):
-        monkeypatch.setattr("quasidiag.replay.AT_ONCE", most)
+        monkeypatch.setattr("quasidiag.auto.replay.AT_ONCE", most)
         optimizer.zero_grad()
         loss(model(x), target).backward()
         quadratic.judge(way)

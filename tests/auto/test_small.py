@@ -10,8 +10,8 @@ from torch import Tensor, nn
 
 import quasidiag as qd
 from nets import batch, mlp
-from quasidiag import auto
-from quasidiag.report import Report
+from quasidiag.auto import descent
+from quasidiag.auto.report import Report
 
 pytestmark = pytest.mark.usefixtures("warm")
 SIZES = (5, 8, 3)
@@ -37,10 +37,12 @@ def samples(size: int, seed: int) -> tuple[Tensor, Tensor]:
     return batch("categorical", size, SIZES[0], SIZES[-1], seed=seed)
 
 
-@pytest.mark.parametrize(("size", "micro"), [(20, 1), (125, 1), (120, 4), (auto.FULL, 1), (900, 1)])
+@pytest.mark.parametrize(
+    ("size", "micro"), [(20, 1), (125, 1), (120, 4), (descent.FULL, 1), (900, 1)]
+)
 def test_steps_are_shorter_by_the_root_of_the_missing_samples(size: int, micro: int) -> None:
     found = factors(mlp(*SIZES), [samples(size, seed) for seed in range(6)], micro)
-    assert found == pytest.approx([min(1.0, math.sqrt(size / auto.FULL))] * 6)
+    assert found == pytest.approx([min(1.0, math.sqrt(size / descent.FULL))] * 6)
 
 
 def test_all_data_in_one_minibatch_have_no_noise() -> None:
@@ -48,20 +50,20 @@ def test_all_data_in_one_minibatch_have_no_noise() -> None:
     x, t = samples(50, 0)
     orders = [torch.randperm(50, generator=torch.Generator().manual_seed(k)) for k in range(6)]
     found = factors(mlp(*SIZES), [(x[order], t[order]) for order in orders])
-    assert found == pytest.approx([math.sqrt(50 / auto.FULL), *[1.0] * 5])
+    assert found == pytest.approx([math.sqrt(50 / descent.FULL), *[1.0] * 5])
 
 
 @pytest.mark.parametrize("cycle", [2, 4])
 def test_minibatches_that_come_round_are_samples(cycle: int) -> None:
     found = factors(mlp(*SIZES), [samples(50, k % cycle) for k in range(20)])
-    assert found == pytest.approx([math.sqrt(50 / auto.FULL)] * 20)
+    assert found == pytest.approx([math.sqrt(50 / descent.FULL)] * 20)
 
 
 @pytest.mark.parametrize("classes", [100, 101, 400])
 def test_each_class_wants_a_few_terms(classes: int) -> None:
     minibatches = [batch("categorical", 125, 5, classes, seed=seed) for seed in range(2)]
     found = factors(mlp(5, 8, classes), minibatches)
-    full = max(auto.FULL, auto.EACH * classes)
+    full = max(descent.FULL, descent.EACH * classes)
     assert found == pytest.approx([math.sqrt(125 / full)] * 2)
 
 
@@ -70,7 +72,7 @@ def test_positions_of_a_sequence_are_terms_of_the_loss() -> None:
         (x.view(10, 12, 5), t.view(10, 12)) for x, t in [samples(120, k) for k in (0, 1)]
     ]
     found = factors(mlp(*SIZES), minibatches)
-    assert found == pytest.approx([math.sqrt(120 / auto.FULL)] * 2)
+    assert found == pytest.approx([math.sqrt(120 / descent.FULL)] * 2)
 
 
 def test_samples_that_look_alike_are_told_apart() -> None:
@@ -81,7 +83,7 @@ def test_samples_that_look_alike_are_told_apart() -> None:
         x = torch.randint(2, (30, SIZES[0]), generator=generator).double() * 2 - 1
         minibatches.append((x, torch.arange(30) % 3))
     found = factors(mlp(*SIZES), minibatches)
-    assert found == pytest.approx([math.sqrt(30 / auto.FULL)] * 20)
+    assert found == pytest.approx([math.sqrt(30 / descent.FULL)] * 20)
 
 
 def test_arguments_that_are_no_samples_do_not_count() -> None:
@@ -102,7 +104,7 @@ def test_arguments_that_are_no_samples_do_not_count() -> None:
         rule.zero_grad()
         criterion(model((x, mask)), t).backward()
         rule.step()
-        assert rule.auto.factor == pytest.approx(math.sqrt(40 / auto.FULL))
+        assert rule.auto.factor == pytest.approx(math.sqrt(40 / descent.FULL))
 
 
 class Heads(nn.Module):
@@ -135,7 +137,7 @@ def test_the_head_with_the_most_targets_says_how_many_there_are(
         sum(losses, torch.zeros(())).backward()
         rule.step()
         found.append(rule.auto.factor)
-    short = math.sqrt(125 / auto.FULL)
+    short = math.sqrt(125 / descent.FULL)
     assert found == pytest.approx([short, *[1.0 if same else short] * 3])
 
 
@@ -151,4 +153,4 @@ def test_all_targets_tell_minibatches_apart() -> None:
         main, side = model(x)
         (criterion(main, other) + criterion(side, t)).backward()
         rule.step()
-        assert rule.auto.factor == pytest.approx(math.sqrt(125 / auto.FULL))
+        assert rule.auto.factor == pytest.approx(math.sqrt(125 / descent.FULL))

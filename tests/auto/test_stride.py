@@ -11,9 +11,9 @@ from torch import Tensor, nn
 
 import quasidiag as qd
 from nets import averages, batch, mlp
-from quasidiag import auto, proposal
-from quasidiag.directions import before_way
-from quasidiag.report import RECENT, Report
+from quasidiag.auto import descent, proposal
+from quasidiag.auto.directions import before_way
+from quasidiag.auto.report import RECENT, Report
 
 pytestmark = pytest.mark.usefixtures("warm", "full")
 SIZES = (5, 8, 3)
@@ -43,7 +43,7 @@ def train(rule: qd.Riemannian, x: Tensor, t: Tensor) -> None:
 
 
 def started(
-    steps: int = auto.AT_FIRST, model: nn.Module | None = None, **options: Any
+    steps: int = descent.AT_FIRST, model: nn.Module | None = None, **options: Any
 ) -> tuple[qd.Riemannian, Report]:
     """A rule that has taken so many steps at a small factor, on samples that resemble each other."""
     model = mlp(*SIZES) if model is None else model
@@ -64,15 +64,15 @@ def test_the_model_is_measured_every_so_many_steps(every: int) -> None:
     rule = qd.Riemannian(model, qd.Categorical(), lr=0.05, step="auto", step_every=every)
     x, t = samples(0)
     seen, strides = [], []
-    for _ in range(auto.AT_FIRST + 8):
+    for _ in range(descent.AT_FIRST + 8):
         before = model.calls
         train(rule, x, t)
         seen.append(model.calls - before)
         assert rule.auto is not None
         strides.append(rule.auto.stride)
-    assert strides[: auto.AT_FIRST] == [1] * auto.AT_FIRST
+    assert strides[: descent.AT_FIRST] == [1] * descent.AT_FIRST
     expected = [1, *[i % every + 1 for i in range(1, 9)]] if every > 1 else [1] * 9
-    assert strides[auto.AT_FIRST - 1 :] == expected
+    assert strides[descent.AT_FIRST - 1 :] == expected
     # With its derivatives along the direction, and once from where the way began.
     assert {calls for calls, stride in zip(seen[2:], strides[2:]) if stride == 1} == {3}
     assert {calls for calls, stride in zip(seen, strides) if stride > 1} <= {1}
@@ -157,7 +157,7 @@ def test_all_of_a_way_that_did_harm_is_taken_back() -> None:
 
 
 def test_a_surprise_is_measured_at_once() -> None:
-    rule, report = started(2 * auto.AT_FIRST)
+    rule, report = started(2 * descent.AT_FIRST)
     while report.stride != 2:
         train(rule, *samples(report.stride % 3))
     x, _ = samples(0)
@@ -236,7 +236,7 @@ def test_other_proportions_of_the_groups_are_measured() -> None:
     rule = qd.Riemannian(model, qd.Categorical(), lr=0.05, step="auto", params=groups)
     report = rule.auto
     assert report is not None
-    for step in range(auto.AT_FIRST + 1):
+    for step in range(descent.AT_FIRST + 1):
         train(rule, *samples(step % 3))
     assert report.stride == 2 and report.parts == [0.0, 1.0]
     for group in rule.param_groups:
@@ -253,7 +253,7 @@ def test_parameters_of_low_precision_go_back_where_they_were() -> None:
     rule = qd.Riemannian(model, qd.Categorical(), lr=0.01, step="auto")
     x, t = samples(0)
     x = x.bfloat16()
-    for _ in range(auto.AT_FIRST):
+    for _ in range(descent.AT_FIRST):
         train(rule, x, t)
     report = rule.auto
     assert report is not None and report.stride == 1
@@ -318,4 +318,4 @@ def test_a_state_of_another_precision() -> None:
         x, t = samples(seed % 3)
         train(twin, x.float(), t)
     assert all(p.isfinite().all() for p in model.parameters())
-    assert twin.auto is not None and twin.auto.steps == auto.AT_FIRST + 6
+    assert twin.auto is not None and twin.auto.steps == descent.AT_FIRST + 6

@@ -15,7 +15,7 @@ from torch.func import functional_call, jvp
 
 import quasidiag as qd
 from nets import batch, mlp
-from quasidiag.replay import LOOK, Replay
+from quasidiag.auto.replay import LOOK, Replay
 
 F64 = torch.float64
 

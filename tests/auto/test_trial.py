@@ -11,10 +11,10 @@ import torch
 from torch import Tensor, nn
 
 import quasidiag as qd
-from quasidiag import quadratic
-from quasidiag.directions import after_step
-from quasidiag.quadratic import SHORTER, SHORTEST, QuadraticModel
-from quasidiag.report import Report
+from quasidiag.auto import quadratic
+from quasidiag.auto.directions import after_step
+from quasidiag.auto.quadratic import SHORTER, SHORTEST, QuadraticModel
+from quasidiag.auto.report import Report
 
 
 def judge(monkeypatch: pytest.MonkeyPatch, now: float, after: float) -> QuadraticModel:

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel as DDP
 
 import quasidiag as qd
-from quasidiag import auto
+from quasidiag.auto import descent
 from quasidiag.distributed import share
 
 #: The last ones are not measured.
@@ -60,8 +60,8 @@ def known() -> list[tuple[Tensor, Tensor]]:
 
 def rounded(rank: int, size: int) -> Found:
     """Whose metric is another in its last digits on each rank, as that of two devices may be."""
-    exact = auto.lengths
-    auto.lengths = lambda *of: exact(*of) * (1 + 1e-9 * rank)
+    exact = descent.lengths
+    descent.lengths = lambda *of: exact(*of) * (1 + 1e-9 * rank)
     return learn(DDP(sure()), [part(b, rank, size) for b in known()])
 
 

@@ -9,11 +9,11 @@ import torch
 from torch import Tensor
 
 from nets import averages
-from quasidiag import orthogonal
+from quasidiag.auto import orthogonal
+from quasidiag.auto.orthogonal import ENTIRE, POLES
+from quasidiag.auto.proportions import HALF, share
+from quasidiag.auto.proposal import averaged_
 from quasidiag.kernels import Averaging, Wanted, native
-from quasidiag.orthogonal import ENTIRE, POLES
-from quasidiag.proportions import HALF, share
-from quasidiag.proposal import averaged_
 from quasidiag.root import Root
 
 pytestmark = pytest.mark.skipif(native.library() is None, reason="no C compiler")

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 import quasidiag as qd
 from nets import averages
-from quasidiag import moving, rest
+from quasidiag.auto import moving, rest
 from quasidiag.kernels import native
 
 pytestmark = pytest.mark.skipif(native.library() is None, reason="no C compiler")

@@ -14,10 +14,10 @@ from torch import Tensor
 
 import quasidiag as qd
 from quasidiag import kernels, moments, reductions
+from quasidiag.auto.orthogonal import ENTIRE, POLES
 from quasidiag.kernels import Averaging, Squares, Wanted, native
 from quasidiag.kernels.rule import Rule
 from quasidiag.moments import Moments
-from quasidiag.orthogonal import ENTIRE, POLES
 from quasidiag.root import quasi_diagonal
 
 pytestmark = pytest.mark.skipif(native.library() is None, reason="no C compiler")

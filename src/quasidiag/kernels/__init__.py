@@ -147,7 +147,7 @@ def lengths(
 def average_(
     averages: Tensors, gradients: Tensors, by: float, factors: Sequence[float]
 ) -> list[Tensor] | None:
-    """The kernel of :func:`quasidiag.proposal.averaged_`, or ``None`` where no kernel can."""
+    """The kernel of :func:`quasidiag.auto.proposal.averaged_`, or ``None`` where no kernel can."""
     return native.average_(averages, gradients, by, factors)
 
 
@@ -160,26 +160,26 @@ def move_(
     ways: Sequence[Tensor | None],
     settles: bool = False,
 ) -> list[float] | None:
-    """That of :func:`quasidiag.moving.move_`, and if wanted of :func:`quasidiag.rest.settle_`, with its norms."""
+    """That of :func:`quasidiag.auto.moving.move_`, and if wanted of :func:`quasidiag.auto.rest.settle_`, with its norms."""
     norms = native.move_(thetas, ws, by, aparts, keep, ways, settles)
     _written(norms is not None, {"thetas": thetas})
     return norms
 
 
 def settle_(thetas: Tensors, aparts: Tensors) -> list[float] | None:
-    """That of :func:`quasidiag.rest.settle_`, with the norms of where parameters have come to rest."""
+    """That of :func:`quasidiag.auto.rest.settle_`, with the norms of where parameters have come to rest."""
     return native.settle_(thetas, aparts)
 
 
 def lead_(
     thetas: Tensors, aparts: Tensors, norms: Sequence[float], allowed: Sequence[float]
 ) -> list[bool] | None:
-    """That of :func:`quasidiag.rest.lead_`, with whether parameters are as they were left."""
+    """That of :func:`quasidiag.auto.rest.lead_`, with whether parameters are as they were left."""
     return native.lead_(thetas, aparts, norms, allowed)
 
 
 def dots(xs: Tensors, ys: Tensors) -> list[float] | None:
-    """The products of :func:`quasidiag.directions.dots`, pair by pair."""
+    """The products of :func:`quasidiag.auto.directions.dots`, pair by pair."""
     return native.dots(xs, ys)
 
 

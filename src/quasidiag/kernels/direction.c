@@ -1,4 +1,4 @@
-/* A layer's direction, A^{-1} P Q^T for a gradient with the coordinates P S Q^T (quasidiag.orthogonal, quasidiag.root). */
+/* A layer's direction, A^{-1} P Q^T for a gradient with the coordinates P S Q^T (quasidiag.auto.orthogonal, quasidiag.root). */
 #include <math.h>
 #include <stdint.h>
 #include <stdlib.h>

@@ -1,7 +1,7 @@
 /* The elementwise work of a step on a CPU, each in one pass over memory.
  *
  * Compiled at first use by native.py; the oracles are quasidiag.reductions, quasidiag.moments, quasidiag.root,
- * quasidiag.proportions, quasidiag.proposal, quasidiag.moving, quasidiag.rest and quasidiag.directions.
+ * quasidiag.auto.proportions, quasidiag.auto.proposal, quasidiag.auto.moving, quasidiag.auto.rest and quasidiag.auto.directions.
  * Rows are shared among the threads that torch is allowed.
  */
 #include <math.h>

@@ -1,4 +1,4 @@
-/* The orthogonal factor P Q^T of matrices P S Q^T (quasidiag.orthogonal).
+/* The orthogonal factor P Q^T of matrices P S Q^T (quasidiag.auto.orthogonal).
  *
  * It comes by the Gram matrix G = X X^T and inverses of it, shifted (by_poles is the oracle):
  *

@@ -58,7 +58,7 @@ class Adapter:
         return g.reshape(-1, g.shape[-1]).sum(0)
 
     def mixes(self, module: nn.Module) -> bool:
-        """Whether all units see the same inputs, so that the rows form one matrix (:mod:`quasidiag.orthogonal`)."""
+        """Whether all units see the same inputs, so that the rows form one matrix (:mod:`quasidiag.auto.orthogonal`)."""
         return False
 
     def rows(self, module: nn.Module, weight: Tensor) -> Tensor:

@@ -1,7 +1,7 @@
 r"""The direction of a step: the averaged gradient with its strengths equalised, and how long it is in each layer.
 
 The average reaches back over a part of the training so far: at first gradients are soon out of date, later they are
-mostly noise. How far the layers go relative to each other is the matter of :mod:`quasidiag.proportions`.
+mostly noise. How far the layers go relative to each other is the matter of :mod:`quasidiag.auto.proportions`.
 """
 
 from __future__ import annotations
@@ -12,13 +12,14 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 from torch import Tensor
 
-from quasidiag import kernels, orthogonal
+from quasidiag import kernels
+from quasidiag.auto import orthogonal
+from quasidiag.auto.directions import Direction, mean
+from quasidiag.auto.proportions import power, proportions, shares, strengths, weights
+from quasidiag.auto.stacks import Stack
 from quasidiag.blocks import DiagonalBlock, UnitwiseBlock
-from quasidiag.directions import Direction, mean
 from quasidiag.moments import cast
-from quasidiag.proportions import power, proportions, shares, strengths, weights
 from quasidiag.root import Root
-from quasidiag.stacks import Stack
 from quasidiag.sums import dtype_of
 
 if TYPE_CHECKING:
@@ -235,7 +236,7 @@ def _lengths(optimizer: Riemannian, moving: Sequence[Moving]) -> dict[DiagonalBl
 def _measured(
     optimizer: Riemannian, found: Mapping[DiagonalBlock, Sequence[Tensor]]
 ) -> tuple[dict[DiagonalBlock, float], Tensor]:
-    """How far each layer goes, as its weights and its units count (:mod:`quasidiag.proportions`); and its weights."""
+    """How far each layer goes, as its weights and its units count (:mod:`quasidiag.auto.proportions`); and its weights."""
     assert optimizer.auto is not None
     report, ranks, state = optimizer.auto, ranks_of(optimizer), optimizer.state
     moving = {i: block for i, block in enumerate(optimizer._blocks) if block in found}

@@ -12,9 +12,9 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from quasidiag.auto.reading import Reading
 from quasidiag.layers.composite import Surroundings
 from quasidiag.probe import names, tensors
-from quasidiag.reading import Reading
 
 
 @dataclass(eq=False)

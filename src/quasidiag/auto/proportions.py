@@ -34,12 +34,12 @@ import torch
 from torch import Tensor
 
 from quasidiag import kernels
+from quasidiag.auto.directions import mean
+from quasidiag.auto.orthogonal import WIDE
+from quasidiag.auto.stacks import Alone, Stack, in_order
 from quasidiag.blocks import DiagonalBlock
-from quasidiag.directions import mean
 from quasidiag.kernels import Lengths
-from quasidiag.orthogonal import WIDE
 from quasidiag.root import Root
-from quasidiag.stacks import Alone, Stack, in_order
 
 if TYPE_CHECKING:
     from quasidiag.blocks import State

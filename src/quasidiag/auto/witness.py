@@ -8,7 +8,7 @@ from collections.abc import Iterable
 import torch
 from torch import Tensor
 
-from quasidiag.directions import gathered
+from quasidiag.auto.directions import gathered
 
 #: So many of the smallest gradients that are not zero are enough.
 FEW = 4

@@ -13,9 +13,8 @@ from torch import Tensor, nn
 
 import quasidiag as qd
 from nets import batch, linear_layers, mlp
-from quasidiag.blocks import DiagonalBlock, UnitwiseBlock
-from quasidiag.orthogonal import WIDE
-from quasidiag.proportions import (
+from quasidiag.auto.orthogonal import WIDE
+from quasidiag.auto.proportions import (
     FALL,
     FURTHER,
     GROWTH,
@@ -30,8 +29,9 @@ from quasidiag.proportions import (
     strengths,
     weights,
 )
-from quasidiag.proposal import FEWEST, MOST, PART, reach
-from quasidiag.report import Report
+from quasidiag.auto.proposal import FEWEST, MOST, PART, reach
+from quasidiag.auto.report import Report
+from quasidiag.blocks import DiagonalBlock, UnitwiseBlock
 
 
 def trained(model: nn.Module, steps: int = 3, late: bool = False, **options: Any) -> qd.Riemannian:

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from quasidiag.directions import Direction, gathered, products
+from quasidiag.auto.directions import Direction, gathered, products
 from quasidiag.moments import cast
 
 if TYPE_CHECKING:

@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 
 from quasidiag import kernels
-from quasidiag.directions import before_way, gathered
+from quasidiag.auto.directions import before_way, gathered
 
 if TYPE_CHECKING:
     from quasidiag.optimizer import Riemannian

@@ -13,8 +13,8 @@ from torch import Tensor, nn
 
 import quasidiag as qd
 from nets import batch, linear_layers, mlp
-from quasidiag import auto, orthogonal
-from quasidiag.orthogonal import (
+from quasidiag.auto import descent, orthogonal
+from quasidiag.auto.orthogonal import (
     ENTIRE,
     GROUP,
     POLES,
@@ -27,7 +27,7 @@ from quasidiag.orthogonal import (
     newton_schulz,
     of_length,
 )
-from quasidiag.proposal import FEWEST, reach
+from quasidiag.auto.proposal import FEWEST, reach
 
 Polar = Callable[[Tensor], Tensor]
 SHAPES = [(6, 6), (4, 9), (9, 4), (1, 5), (5, 1)]
@@ -236,7 +236,7 @@ def test_a_layer_that_is_no_matrix_goes_as_far_as_one_of_as_many_units(
     report = optimizer.auto
     assert report is not None
     went = {p: optimizer.state[p]["update"] for p in block.parameters}
-    squared = float(auto.lengths(optimizer, [went])[0])
+    squared = float(descent.lengths(optimizer, [went])[0])
     length = abs(report.alpha) * (report.proportions[0] if report.proportions else 1.0)
     assert squared == pytest.approx(units * length**2, rel=1e-6)
 
@@ -320,9 +320,11 @@ def slow_proportions(
 def test_the_step_is_the_averaged_gradient_with_its_strengths_equalised(
     start: int, inputs: int, hidden: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("quasidiag.auto.WHOLE", 0.0)  # layers of a small factor are heard too
     monkeypatch.setattr(
-        "quasidiag.proportions.FALL", 1.0
+        "quasidiag.auto.descent.WHOLE", 0.0
+    )  # layers of a small factor are heard too
+    monkeypatch.setattr(
+        "quasidiag.auto.proportions.FALL", 1.0
     )  # a small network's weights may count for less at once
     model, loss = mlp(inputs, hidden, 3, activation="tanh"), qd.Categorical()
     every: dict[str, Any] = dict(metric="exact", metric_every=1, step_every=1, averaged=False)

@@ -8,7 +8,8 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from quasidiag import kernels, rest
+from quasidiag import kernels
+from quasidiag.auto import rest
 from quasidiag.moments import cast
 
 if TYPE_CHECKING:

@@ -1,7 +1,7 @@
 r"""Longer steps, where the average at rest makes up for them.
 
-Steps that cross a valley end above its bottom, and the place at rest, an average of where they led (:mod:`quasidiag.rest`),
-lies lower. By how much, relative to the loss there, is what crossing costs, the bounce:
+Steps that cross a valley end above its bottom, and the place at rest, an average of where they led
+(:mod:`quasidiag.auto.rest`), lies lower. By how much, relative to the loss there, is what crossing costs, the bounce:
 
 .. math:: b = \frac{ℓ(z) - ℓ(x)}{ℓ(x) - ℓ_{\min}} .
 
@@ -16,12 +16,12 @@ from __future__ import annotations
 import math
 from typing import TYPE_CHECKING, Any
 
-from quasidiag import rest
+from quasidiag.auto import rest
 
 if TYPE_CHECKING:
+    from quasidiag.auto.quadratic import QuadraticModel
+    from quasidiag.auto.report import Report
     from quasidiag.optimizer import Riemannian
-    from quasidiag.quadratic import QuadraticModel
-    from quasidiag.report import Report
 
 #: Twice the step of a parabola leads to the same height on the other side.
 TWICE = 2.0

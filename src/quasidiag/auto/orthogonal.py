@@ -22,9 +22,9 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from quasidiag import kernels
+from quasidiag.auto.stacks import Stack
 from quasidiag.blocks import DiagonalBlock, State
 from quasidiag.root import Root
-from quasidiag.stacks import Stack
 
 #: Of the quintics :math:`a x + b x^3 + c x^5` that bring singular values to one, in turn: each is the best for the
 #: interval that the last one leaves, and the first for 0.005 to 1 (Amsel et al. 2025, *The Polar Express*).

@@ -11,9 +11,9 @@ from torch import Tensor, nn
 
 import quasidiag as qd
 from nets import batch, mlp
-from quasidiag import stacks
+from quasidiag.auto import stacks
+from quasidiag.auto.stacks import Stack, Stacks, in_order
 from quasidiag.blocks import DiagonalBlock
-from quasidiag.stacks import Stack, Stacks, in_order
 
 
 class Block(nn.Module):

@@ -21,15 +21,15 @@ from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.hooks import RemovableHandle
 
-from quasidiag.calls import Call, Part, changed, versions
-from quasidiag.directions import Direction
-from quasidiag.fingerprint import fingerprint
+from quasidiag.auto.calls import Call, Part, changed, versions
+from quasidiag.auto.directions import Direction
+from quasidiag.auto.fingerprint import fingerprint
+from quasidiag.auto.reading import Reading
+from quasidiag.auto.witness import Witness
 from quasidiag.layers.composite import Surroundings
 from quasidiag.moments import cast
 from quasidiag.outputs import OutputModel
 from quasidiag.probe import Hook, Loan, Loans, Outside, below, leaf, reaches, tensors
-from quasidiag.reading import Reading
-from quasidiag.witness import Witness
 
 Moved = tuple[Tensor, Tensor, list[Tensor]]
 

@@ -1,9 +1,9 @@
 r"""The step without a learning rate: its length from the exact quadratic model.
 
 With a direction :math:`d`, the averaged gradient with its strengths equalised in the coordinates of the metric
-(:mod:`quasidiag.proposal`), the step is :math:`δ = -α d` with the :math:`α` that minimises the quadratic model of the loss
-(:mod:`quasidiag.quadratic`). All of its numbers are geometric, so the step depends on how inputs and activities are encoded
-no more than :math:`d` does.
+(:mod:`quasidiag.auto.proposal`), the step is :math:`δ = -α d` with the :math:`α` that minimises the quadratic model of the
+loss (:mod:`quasidiag.auto.quadratic`). All of its numbers are geometric, so the step depends on how inputs and activities
+are encoded no more than :math:`d` does.
 
 The model is measured, and the way since the last time judged, in each of the first steps and then in every few. In between
 a step follows its own :math:`d` with the same :math:`α`, or less where the slope is smaller. A minibatch whose loss is a
@@ -25,15 +25,16 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 from torch import Tensor
 
-from quasidiag import bounce, rest, together
+from quasidiag import together
+from quasidiag.auto import bounce, rest
+from quasidiag.auto.directions import Direction, before_way, dot, dots, gathered, means
+from quasidiag.auto.moving import move_
+from quasidiag.auto.proportions import echoes, further, measured, weights
+from quasidiag.auto.proposal import Proposal, part_of, proportioned, propose, ranks_of, stacks_of
+from quasidiag.auto.quadratic import QuadraticModel
+from quasidiag.auto.report import WHOLE, Report
+from quasidiag.auto.stacks import in_order
 from quasidiag.blocks import DiagonalBlock
-from quasidiag.directions import Direction, before_way, dot, dots, gathered, means
-from quasidiag.moving import move_
-from quasidiag.proportions import echoes, further, measured, weights
-from quasidiag.proposal import Proposal, part_of, proportioned, propose, ranks_of, stacks_of
-from quasidiag.quadratic import QuadraticModel
-from quasidiag.report import WHOLE, Report
-from quasidiag.stacks import in_order
 from quasidiag.sums import dtype_of
 
 if TYPE_CHECKING:
@@ -353,7 +354,7 @@ def _excess(
     r"""How many times too long the step may be, for the parameters of each layer where it is.
 
     That is :math:`‖δ‖_M` over :math:`\sqrt{\text{units}}\, ρ`, the length of its weights there
-    (:mod:`quasidiag.proportions`). A layer whose weights count for less than the mean, as one that begins at zero, may
+    (:mod:`quasidiag.auto.proportions`). A layer whose weights count for less than the mean, as one that begins at zero, may
     move as far as if they were that, or what the mean was at first: a weight must be able to cross zero.
     """
     assert optimizer.auto is not None

@@ -20,11 +20,11 @@ import torch
 from torch import Tensor
 
 from quasidiag import distributed
-from quasidiag.directions import Direction, after_step, before_way, dots, mean, means
+from quasidiag.auto.directions import Direction, after_step, before_way, dots, mean, means
+from quasidiag.auto.penalty import Penalty
+from quasidiag.auto.replay import Batch, Replay
+from quasidiag.auto.report import STEPS, Report
 from quasidiag.outputs import OutputModel
-from quasidiag.penalty import Penalty
-from quasidiag.replay import Batch, Replay
-from quasidiag.report import STEPS, Report
 
 #: How much of the average of the quadratic forms survives a measurement, which is that of a share of the minibatch.
 FORMS = 0.5
@@ -41,7 +41,7 @@ DECAY = 0.95
 #: minibatch is known by heart, and forgotten until it comes again.
 BOUNDS = 0.01, 1.0, 3.0, 100.0
 LITTLE = 0.25
-#: The second is less where steps are to be longer (:mod:`quasidiag.bounce`), by this power of how much.
+#: The second is less where steps are to be longer (:mod:`quasidiag.auto.bounce`), by this power of how much.
 LESS = 3
 #: A step that promises more than that little is tried first, so often: the further outputs move, the less is a parabola what
 #: their loss is. So is the very first one, and one after another that did not keep its promise: this part of it comes true.
