@@ -1,14 +1,15 @@
-r"""Longer steps, where the average at rest makes up for them.
+r"""Longer steps where the averaged parameters make up for them.
 
-Steps that cross a valley end above its bottom, and the place at rest, an average of where they led
-(:mod:`quasidiag.auto.rest`), lies lower. By how much, relative to the loss there, is what crossing costs, the bounce:
+Steps that cross a valley end above its bottom, at :math:`z`; the averaged parameters :math:`x`
+(:mod:`quasidiag.auto.rest`) lie lower. How much lower, relative to what the loss could still fall, is what crossing costs,
+the bounce:
 
 .. math:: b = \frac{ℓ(z) - ℓ(x)}{ℓ(x) - ℓ_{\min}} .
 
-Data with little noise of their own have next to none. What makes steps short there is a valley that all minibatches agree
-on, and along its bottom longer ones would get further. So where minibatches have their curvature in common, steps get
-longer as long as the bounce is small, and shorter again where it is not; the damping, which would shorten them, is bounded
-by that much less.
+Data with little noise of their own have next to none. There, steps are short because of a valley that all minibatches
+share, and longer ones would get further along its bottom. So where minibatches have their curvature in common, steps get
+longer while the bounce is small, and shorter again where it is not. The upper bound on the damping, which would shorten
+them, is lowered accordingly.
 """
 
 from __future__ import annotations
@@ -23,18 +24,18 @@ if TYPE_CHECKING:
     from quasidiag.auto.report import Report
     from quasidiag.optimizer import Riemannian
 
-#: Twice the step of a parabola leads to the same height on the other side.
+#: Steps get longer by up to this factor: twice the step of a parabola leads to the same height on the other side.
 TWICE = 2.0
 #: A bounce of less than this is small.
 SMALL = 0.03
-#: So much does the logarithm of the factor grow at once, where there is none. How much of its average a new bounce is.
+#: The logarithm of the factor grows by ``GROWTH`` at once where there is no bounce. ``NEW``: weight of a new bounce.
 GROWTH, NEW = 0.2, 0.2
-#: It is asked for in every so many measured steps, since it takes a forward pass, and from so many on.
+#: The bounce takes a forward pass: it is measured in one of ``EVERY`` measured steps, from step ``LATER`` on.
 EVERY, LATER = 2, 100
 
 
 def ask(optimizer: Riemannian, model: QuadraticModel, ranks: Any) -> None:
-    """Before a step that is measured: where training is, against the place at rest."""
+    """Before a measured step: measure the bounce if it is time for that and minibatches have their curvature in common."""
     report = model.report
     turn = report.steps >= LATER and report.steps // optimizer.step_every % EVERY == 0
     if turn and report.common == 1:
@@ -44,7 +45,7 @@ def ask(optimizer: Riemannian, model: QuadraticModel, ranks: Any) -> None:
 
 
 def lengthen(report: Report, bounce: float) -> None:
-    """Take a bounce into its average, and let the next steps be longer or shorter for it."""
+    """Take a bounce into its average, and make the next steps longer or shorter accordingly."""
     report.bounces += 1
     report.bounce += max(NEW, 1 / report.bounces) * (bounce - report.bounce)
     growth = GROWTH * min(max(1 - report.bounce / SMALL, -1.0), 1.0)

@@ -1,4 +1,4 @@
-"""One call of the model: what it was given and what it gave, to be run again."""
+"""One call of the model, its arguments and its outputs, recorded so that it can be run again."""
 
 from __future__ import annotations
 
@@ -19,9 +19,9 @@ from quasidiag.probe import names, tensors
 
 @dataclass(eq=False)
 class Call:
-    """One call of the model, with what it gave.
+    """One call of the model: arguments, random state and autocast (``around``), outputs.
 
-    ``versions`` are those of the outputs, ``entered`` those of the arguments as the model was given them.
+    ``versions`` are the version counters of the outputs, ``entered`` those of the arguments when the model was called.
     """
 
     arguments: tuple[Any, Any]
@@ -31,11 +31,11 @@ class Call:
     entered: list[int]
 
     def reading(self, output: Tensor) -> Reading | None:
-        """How a criterion's output can be read off those of this call."""
+        """How the tensor that a criterion was called on follows from the outputs of this call; ``None`` if it does not."""
         return Reading.find(output, self.outputs, self.versions)
 
     def part(self, share: float) -> Part | None:
-        """The samples that make up a share of them, or ``None`` for all, also where it is not clear what they lie along."""
+        """The samples that make up ``share``; ``None`` for all of them, or if the arguments' first dimensions differ."""
         if share == 1:
             return None
         lengths = {len(x) for x in tensors(self.arguments) if x.dim()}
@@ -47,36 +47,36 @@ class Call:
 
 
 class Part(NamedTuple):
-    """So many of the samples, at even distances: they may be sorted."""
+    """``kept`` of the ``samples``, at even distances because the samples may be sorted."""
 
     kept: int
     samples: int
 
     @property
     def share(self) -> float:
-        """As it came to be, in whole samples."""
+        """The share that these are, in whole samples: at least the one that was asked for."""
         return self.kept / self.samples
 
     def of(self, tree: Any) -> Any:
-        """Those rows of all tensors in the arguments that have the samples in front."""
+        """The arguments ``tree``, with this part of each tensor whose first dimension is the samples."""
         return changed(tree, lambda x: self.rows(x) if x.dim() and len(x) == self.samples else x)
 
     def rows(self, x: Tensor) -> Tensor:
-        """Those of a tensor with the same number of rows for every sample."""
+        """This part of the rows of ``x``, which has the same number of rows for every sample."""
         of_each = x.unflatten(0, (self.samples, -1))
         step, rest = divmod(self.samples, self.kept)
         if rest:
             picked = torch.arange(self.kept, device=x.device) * self.samples // self.kept
             return of_each[picked].flatten(0, 1)
-        return of_each[::step].contiguous().flatten(0, 1)  # models may want it so, or write into it
+        return of_each[::step].contiguous().flatten(0, 1)  # models may need that, or write into it
 
 
 def changed(
     tree: Any, change: Callable[[Tensor], Tensor], copies: Mapping[int, Any] = MappingProxyType({})
 ) -> Any:
-    """A copy of the arguments with other tensors; what is neither a plain container nor a dataclass stays as it is.
+    """A copy of ``tree`` with ``change`` applied to its tensors; only plain containers and dataclasses are copied.
 
-    ``copies`` are those of what this lies in, by identity: it may lead back there.
+    ``copies`` maps the ids of the containers around ``tree`` to their copies, because it may refer back to them.
     """
     if isinstance(tree, Tensor):
         return change(tree)
@@ -88,11 +88,11 @@ def changed(
     copies = {**copies, id(tree): new}
     for key in tree if isinstance(tree, dict) else ():
         new[key] = changed(tree[key], change, copies)
-    for name in names(tree):  # it may be frozen
+    for name in names(tree):  # the dataclass may be frozen
         object.__setattr__(new, name, changed(getattr(tree, name), change, copies))
     return new
 
 
 def versions(tree: Any) -> list[int]:
-    """How often each tensor was written to; those made under ``inference_mode`` do not say."""
+    """The version counter of each tensor, how often it was written to; -1 for inference tensors, which have none."""
     return [-1 if x.is_inference() else x._version for x in tensors(tree)]

@@ -1,16 +1,16 @@
 r"""The step without a learning rate: its length from the exact quadratic model.
 
-With a direction :math:`d`, the averaged gradient with its strengths equalised in the coordinates of the metric
+With a direction :math:`d`, the averaged gradient orthogonalised in the coordinates of the metric
 (:mod:`quasidiag.auto.proposal`), the step is :math:`δ = -α d` with the :math:`α` that minimises the quadratic model of the
-loss (:mod:`quasidiag.auto.quadratic`). All of its numbers are geometric, so the step depends on how inputs and activities
-are encoded no more than :math:`d` does.
+loss (:mod:`quasidiag.auto.quadratic`). The model depends on how inputs and activities are encoded no more than :math:`d`
+does, so neither does the step.
 
-The model is measured, and the way since the last time judged, in each of the first steps and then in every few. In between
-a step follows its own :math:`d` with the same :math:`α`, or less where the slope is smaller. A minibatch whose loss is a
-surprise is measured at once. What the step after a measured one finds left of its slope, the echo, tells whether
-minibatches have their curvature in common: steps may then be longer.
+The model is measured in each of the first steps and then in every few, and the steps since the last measurement are judged
+there. In between, a step follows its own :math:`d` with the same :math:`α`, or less where the slope is smaller. A minibatch
+whose loss is a surprise is measured at once. The echo, what the step after a measured one finds left of the slope, tells
+whether minibatches have their curvature in common: steps may then be longer.
 
-Parameters outside of every block have no metric, only a diagonal rule of another scale: they make a direction of their
+Parameters outside of every block have no metric, only a diagonal rule of another scale: they get a direction of their
 own, with a second coefficient. Those of the criterion (standard deviations) have a Fisher matrix in closed form, and take
 a part of their natural step: such a deviation is then an average of the errors of the last minibatches.
 """
@@ -40,24 +40,25 @@ from quasidiag.sums import dtype_of
 if TYPE_CHECKING:
     from quasidiag.optimizer import Riemannian
 
-#: Metric and model are measured in each of the first steps, while the network changes quickly.
+#: Metric and model are measured in each of so many first steps, while the network changes quickly.
 AT_FIRST = 4
-#: A minibatch with so many terms in its loss is a full one, if they are so many for each class. The slope along a direction
-#: that a smaller one had its part in is mostly that part, and its step is shorter: by the square root of how much smaller
-#: it is. A minibatch that is the same as the last one, as in full-batch training, is no sample and has no noise.
+#: A minibatch is small if its loss has :math:`n < N` terms: ``FULL``, or ``EACH`` for each class if that is more. A
+#: direction that it contributed to is steeper for it than for any other, so its step is shorter, by :math:`\sqrt{n/N}`. Not
+#: if it has the same data as the last one, as in full-batch training: then there is no sampling noise.
 FULL, EACH = 500, 5
-#: Where minibatches have their curvature in common, steps are longer by up to this factor, and after so many by a part of
-#: it that falls with their number.
+#: Where minibatches have their curvature in common, steps are longer by up to a factor of ``LONGER``; after ``SOON`` steps
+#: what it has in excess of 1 falls with the number of steps.
 LONGER, SOON = 1.4, 100
-#: The fingerprint of the same samples in another order differs by no more than this part.
+#: Relative difference up to which two fingerprints are those of the same samples, in whatever order.
 SAME = 1e-9
-#: No layer moves by more than its own weights, so many times and in the metric: what little it has to say may be far from
-#: linear. Directions are shortened and measured anew so often.
+#: No layer moves by more than ``LONGEST`` times its own weights, as lengths in the metric: one that hardly matters yet
+#: would move far, where nothing is linear any more. Its direction is shortened and measured again, up to ``ROUNDS``
+#: measurements in all.
 LONGEST, ROUNDS = 0.7, 3
 
 
 def metric_due(optimizer: Riemannian) -> bool:
-    """Whether the next step's turn is to update the metric. A retreat is no step, and uses up no turn."""
+    """Whether the next step is to update the metric. A retreat does not count as a step."""
     if optimizer.auto is None:
         return optimizer.steps % optimizer.metric_every == 0
     steps = optimizer.auto.steps
@@ -72,10 +73,11 @@ class Turn(NamedTuple):
 
 
 def turn(optimizer: Riemannian, model: QuadraticModel, usable: bool) -> Turn:
-    """Whether this step measures the model, and judges the way since it was last measured.
+    """Whether this step measures the model, and judges the steps since it was last measured.
 
-    Not unless its turn has come, or it is unlike the one that was measured, or its loss is a surprise. A minibatch of which
-    nothing but the gradient is bad is no judge, nor is an epoch's last small one, which waits for the next to measure.
+    It does if its turn has come, if it differs from the last measured one, or if its loss is a surprise. A minibatch does
+    not judge if its loss is finite but its gradient is not, nor if it has less than half the samples of the last one, as at
+    the end of an epoch. It then leaves a measurement that is due to the next, unless ``step_every`` is 1.
     """
     report, before = model.report, model.report.samples
     report.samples, loss = model.size(ranks_of(optimizer))
@@ -88,32 +90,32 @@ def turn(optimizer: Riemannian, model: QuadraticModel, usable: bool) -> Turn:
 
 
 def _alike(optimizer: Riemannian, report: Report) -> bool:
-    """Whether this step moves the same parameters as the last one measured, in the same proportions."""
+    """Whether this step moves the same parameters as the last measured one, with the same proportions of their ``lr``."""
     parts, state = _parts(optimizer), optimizer.state
     close = len(parts) == len(report.parts) and all(map(math.isclose, parts, report.parts))
     return close and all(("update" in state[p]) == (p.grad is not None) for p in optimizer._group)
 
 
 def _parts(optimizer: Riemannian) -> list[float]:
-    """The factor of each group, relative to the largest."""
+    """The ``lr`` of each param group, relative to the largest."""
     factors, largest = [float(group["lr"]) for group in optimizer.param_groups], _largest(optimizer)
     return [factor / largest if largest else 1.0 for factor in factors]
 
 
 def _largest(optimizer: Riemannian) -> float:
-    """Of the groups' factors."""
+    """The largest ``lr`` of all param groups."""
     return max(float(group["lr"]) for group in optimizer.param_groups)
 
 
 def retreat_(optimizer: Riemannian, model: QuadraticModel) -> bool:
-    """Take the way since the last measurement back if it did harm. This minibatch's gradient is then of no use."""
+    """Undo the steps since the last measurement if they did harm; the gradient of this minibatch is then of no use."""
     update, report = _way(optimizer), model.report
     if not update or not model.judge(update, ranks_of(optimizer)):
         return False
     for p, before in before_way(update).items():
-        if p.requires_grad:  # or it was frozen where it is
+        if p.requires_grad:  # one frozen since then stays where it is
             p.copy_(before)
-            rest.back_(optimizer.state[p])  # an average of bad places is no better
+            rest.back_(optimizer.state[p])  # or the average would still have the bad steps in it
         del optimizer.state[p]["update"]
     report.length, report.stride, report.steady = 0.0, 0, False
     report.retreats += 1
@@ -128,7 +130,7 @@ def own(optimizer: Riemannian, gradient: Direction) -> dict[Tensor, Tensor]:
 
 
 def lengths(optimizer: Riemannian, directions: Sequence[Direction]) -> Tensor:
-    """The products of directions in the metric, of each with each: layer by layer, and what is in none."""
+    r"""The products :math:`u^⊤ M v` of all pairs of directions, for each layer and then for each parameter in no layer."""
     each = _forms(optimizer, _moving(optimizer, directions), directions)
     others = []
     for p, metric in _diagonal(optimizer).items():
@@ -140,7 +142,7 @@ def lengths(optimizer: Riemannian, directions: Sequence[Direction]) -> Tensor:
 def _forms(
     optimizer: Riemannian, blocks: Sequence[DiagonalBlock], directions: Sequence[Direction]
 ) -> Tensor:
-    """Those of each layer."""
+    r"""The products :math:`u^⊤ M v` of all pairs of directions, for each layer."""
     state, k = optimizer.state, len(directions)
     if not blocks:
         return torch.zeros(0, k, k, dtype=torch.float64)
@@ -168,7 +170,7 @@ def _moving(optimizer: Riemannian, directions: Sequence[Direction]) -> list[Diag
 
 
 def _diagonal(optimizer: Riemannian) -> dict[Tensor, Tensor]:
-    """The metric of what is in no block."""
+    """The diagonal metric of the parameters that are in no block."""
     found: dict[Tensor, Tensor] = {}
     for p in optimizer._others:
         if "square" in optimizer.state[p]:
@@ -177,7 +179,7 @@ def _diagonal(optimizer: Riemannian) -> dict[Tensor, Tensor]:
 
 
 def descend_(optimizer: Riemannian, model: QuadraticModel, measures: bool) -> None:
-    r""":math:`θ ← θ - α d`. A group's ``lr`` multiplies the whole step of its parameters."""
+    r"""Take the step :math:`θ ← θ - α d`. A group's ``lr`` multiplies the whole step of its parameters."""
     if measures:
         bounce.ask(optimizer, model, ranks_of(optimizer))
     report, parts, factor = model.report, _parts(optimizer), _factor(optimizer, model)
@@ -205,15 +207,16 @@ def descend_(optimizer: Riemannian, model: QuadraticModel, measures: bool) -> No
         again = model.again(gradient, named, proposal.slopes, factor, largest, ranks_of(optimizer))
         best = dict(zip(named, again))
     if not named and not known:
-        return  # all that has a gradient waits for its metric
+        return  # all layers that have a gradient still wait for their metric
     part = model.part(factor) if known else 0.0
     if known:
         assert optimizer.criterion is not None
         named["own"] = {p: optimizer.criterion.along(p, -part * w) for p, w in known.items()}
         best["own"] = float(part > 0)
     for name, u in named.items():
-        if best[name]:  # one that does not move may not be finite
-            move_(optimizer, u, best[name], settles=name != "own")  # its bounds come first
+        if best[name]:  # a direction that is not followed may not be finite
+            # The criterion's own parameters still have to be brought into their bounds, so they do not settle yet.
+            move_(optimizer, u, best[name], settles=name != "own")
     if measures:
         report.falls, report.extent = _slopes(optimizer, gradient), factor * report.damped
     report.alpha, report.other = (-best.get(name, 0.0) for name in ("new", "other"))
@@ -229,9 +232,9 @@ def _divide_(
     known: dict[Tensor, Tensor],
     parts: list[float],
 ) -> dict[str, float]:
-    """Let the parameters of a group with a smaller factor move that much less, relative to the largest of their direction.
+    """Multiply each parameter's part of a direction by its group's ``lr`` relative to the largest in that direction.
 
-    That one, of each direction, is what its length has to be multiplied by.
+    Returns that largest ``lr`` of each direction, relative to the largest of all; its length has to be multiplied by it.
     """
     if all(part == 1 for part in parts):
         return dict.fromkeys(named, 1.0)
@@ -245,7 +248,7 @@ def _divide_(
 
 
 def project_(optimizer: Riemannian) -> None:
-    """Bring the criterion's parameters into their bounds; an update is what they moved by in the end."""
+    """Bring the criterion's parameters into their bounds, and correct ``update`` and average by what that changed."""
     if optimizer.criterion is None:
         return
     own = [p for p in optimizer.criterion.parameters() if "update" in optimizer.state.get(p, {})]
@@ -257,8 +260,10 @@ def project_(optimizer: Riemannian) -> None:
 
 
 def _factor(optimizer: Riemannian, model: QuadraticModel) -> float:
-    """What the step is multiplied by: the largest ``lr``, less at first and for the noise of a small minibatch; and where
-    minibatches have their curvature in common, more for a while.
+    """What the step is multiplied by.
+
+    The largest ``lr``, less for the first steps and for the noise of a small minibatch, more where minibatches have their
+    curvature in common: for a while, or as long as the bounce is small.
     """
     report, before = model.report, model.report.data
     factor = _largest(optimizer)
@@ -273,7 +278,7 @@ def _factor(optimizer: Riemannian, model: QuadraticModel) -> float:
 
 
 def _slopes(optimizer: Riemannian, gradient: Direction) -> list[float]:
-    """Those along the way of each layer since the model was last measured; along that of what is in none, at the end."""
+    """The slope along each layer's steps since the last measurement; at the end, that of the parameters in no layer."""
     way, own = _way(optimizer), set(optimizer.criterion.parameters() if optimizer.criterion else ())
     layers: list[Sequence[Tensor]] = [block.parameters for block in optimizer._blocks]
     layers.append([p for p in optimizer._others if p not in own])
@@ -282,9 +287,9 @@ def _slopes(optimizer: Riemannian, gradient: Direction) -> list[float]:
 
 
 def _listen(optimizer: Riemannian, report: Report, gradient: Direction) -> None:
-    """What this minibatch finds left of the slope along the last step, which was measured.
+    """Take in the echoes of the last step, a measured one: what this minibatch finds left of the slope along it.
 
-    A layer without a gradient says nothing of it, nor does one whose group goes less far than it would.
+    A layer without a gradient, or in a group with an ``lr`` of ``WHOLE`` or less, has none.
     """
     slopes, blocks = _slopes(optimizer, gradient), optimizer._blocks
     if len(slopes) != len(report.falls) or not all(map(math.isfinite, slopes)):
@@ -316,7 +321,7 @@ def _measure(
     largest: dict[str, float],
     steep: float,
 ) -> dict[str, float]:
-    """The coefficients that are best for the model; directions along which a layer would move too far are shortened."""
+    """The coefficients that minimise the model; directions along which a layer would move too far are shortened."""
     ranks, report = ranks_of(optimizer), model.report
     if not named:
         report.steady, report.promise, report.predicted, report.length = False, 0.0, 0.0, 0.0
@@ -336,7 +341,7 @@ def _measure(
             for p in u.keys() & excess.keys():
                 u[p] = u[p] / excess[p]
         whole = factor if left > 1 else factor / max(excess.values())
-    if excess:  # still: a step that was tried may have been shorter the time before
+    if excess:  # still: a trial may have shortened the step of the last round more
         best = [x / max(excess.values()) for x in best]
     down = (report.slopes[name] > 0 > report.coefficients[name] for name in named)
     report.steady = all(down) and left == ROUNDS - 1 and not report.doubt
@@ -351,11 +356,11 @@ def _excess(
     best: list[float],
     ranks: Any,
 ) -> dict[Tensor, float]:
-    r"""How many times too long the step may be, for the parameters of each layer where it is.
+    r"""How many times too long the step is, for the parameters of each layer where it is too long.
 
-    That is :math:`‖δ‖_M` over :math:`\sqrt{\text{units}}\, ρ`, the length of its weights there
-    (:mod:`quasidiag.auto.proportions`). A layer whose weights count for less than the mean, as one that begins at zero, may
-    move as far as if they were that, or what the mean was at first: a weight must be able to cross zero.
+    That is :math:`‖δ‖_M` over ``LONGEST`` times :math:`\sqrt{\text{units}}\, ρ`, the length of the layer's weights in the
+    metric (:mod:`quasidiag.auto.proportions`). For a layer with a smaller :math:`ρ` than the mean, such as one that begins
+    at zero, the mean counts, now or when training began, whichever is larger: a weight must be able to cross zero.
     """
     assert optimizer.auto is not None
     if not blocks:
@@ -364,7 +369,7 @@ def _excess(
         known = weights(blocks, stacks_of(optimizer, blocks), optimizer.state)
     own = known.tolist()
     logs = [math.log(x) for x in own if x > 0]
-    usual = math.exp(sum(logs) / len(logs)) if logs else math.nan  # and no bound
+    usual = math.exp(sum(logs) / len(logs)) if logs else math.nan  # then there is no bound
     if not optimizer.auto.footing and usual > 0:
         optimizer.auto.footing = usual
     usual = max(usual, optimizer.auto.footing)
@@ -378,6 +383,6 @@ def _excess(
 
 
 def _way(optimizer: Riemannian) -> dict[Tensor, Tensor]:
-    """The way since the model was last measured."""
+    """The sum of each parameter's updates since the model was last measured."""
     state = optimizer.state
     return {p: state[p]["update"] for p in optimizer._group if "update" in state[p]}

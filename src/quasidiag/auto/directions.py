@@ -1,4 +1,4 @@
-"""Directions in the space of the parameters: products with them, ways along them, and means over ranks."""
+"""Directions in the space of the parameters: products with them, parameters moved along them, and means over ranks."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ Direction = Mapping[Tensor, Tensor]
 
 
 def before_way(update: Direction) -> dict[Tensor, Tensor]:
-    """Where parameters were before they moved by so much, also in low precision."""
+    """Where parameters were before they moved by ``update``; subtracted in the precision of ``update``, then rounded."""
     now = [cast(p.detach(), u.dtype) for p, u in update.items()]
     before = torch._foreach_sub(now, [*update.values()])
     return {p: cast(x, p.dtype) for p, x in zip(update, before)}
@@ -24,7 +24,7 @@ def before_way(update: Direction) -> dict[Tensor, Tensor]:
 def after_step(
     directions: Sequence[Direction], coefficients: Sequence[float]
 ) -> dict[Tensor, Tensor]:
-    """Where parameters would be after a step with these coefficients."""
+    """Where parameters would be after a step along ``directions`` with these coefficients."""
     found: dict[Tensor, Tensor] = {}
     for u, x in zip(directions, coefficients):
         for p, w in u.items():
@@ -33,7 +33,7 @@ def after_step(
 
 
 def dots(covector: Direction, directions: Sequence[Direction]) -> list[float]:
-    """The product with each direction, over the parameters that both have."""
+    """The product of ``covector`` with each direction, over the parameters that both have."""
     pairs = [
         (i, v, cast(g, v.dtype))
         for i, u in enumerate(directions)
@@ -50,7 +50,7 @@ def dots(covector: Direction, directions: Sequence[Direction]) -> list[float]:
 
 
 def products(us: Sequence[Tensor], vs: Sequence[Tensor]) -> list[float]:
-    """Of each pair; a device is waited for once."""
+    """The inner product of each pair of tensors; waits for a device only once."""
     found = kernels.dots(us, vs)
     if found is None:
         each = [torch.dot(u.flatten(), v.flatten()) for u, v in zip(us, vs)]
@@ -59,22 +59,22 @@ def products(us: Sequence[Tensor], vs: Sequence[Tensor]) -> list[float]:
 
 
 def dot(covector: Direction, u: Direction) -> float:
-    """The product with one direction."""
+    """The product of ``covector`` with one direction."""
     return dots(covector, [u])[0]
 
 
 def gathered(numbers: Sequence[Tensor]) -> Tensor:
-    """As one, in float64 and on the CPU: a device is waited for once, and not as often as there are layers."""
+    """The numbers as one tensor, in float64 on the CPU: this waits for a device once, not once for each of them."""
     return torch.stack([x.to(numbers[0].device) for x in numbers]).double().cpu()
 
 
 def mean(numbers: Tensor, ranks: Any) -> Tensor:
-    """Over the ranks, if there are several."""
+    """The mean over the process group ``ranks``; ``None`` if there is but one rank."""
     return numbers if ranks is None else distributed.mean(numbers, ranks)
 
 
 def means(numbers: Sequence[float], ranks: Any) -> Sequence[float]:
-    """The same of a few numbers."""
+    """:func:`mean` of plain numbers."""
     if ranks is None:
         return numbers
     return mean(torch.tensor(numbers, dtype=torch.float64), ranks).tolist()

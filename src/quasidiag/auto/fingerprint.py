@@ -1,4 +1,4 @@
-"""Whether two minibatches are the same: a number that does not depend on the order of their samples."""
+"""A number that tells whether two minibatches have the same samples, in whatever order."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from torch import Tensor
 
 
 def fingerprint(batches: Iterable[tuple[Tensor, Sequence[Tensor]]]) -> float:
-    """Of targets and inputs; nan, which is like nothing, where no input is seen."""
+    """A number for targets and inputs; nan, which equals nothing, if a target has no input with as many rows."""
     found = 0.0
     for t, given in batches:
         inputs = [x for x in given if _rows(x) == _rows(t) != 0]
@@ -22,13 +22,13 @@ def fingerprint(batches: Iterable[tuple[Tensor, Sequence[Tensor]]]) -> float:
 
 
 def _rows(x: Tensor) -> int:
-    """How many samples a plain tensor may hold, one after the other."""
+    """The length of the first dimension, which may be the samples; 0 for scalars and tensors that are not plain."""
     plain = x.layout == torch.strided and not (x.is_complex() or x.is_nested or x.is_meta)
     return len(x) if plain and x.dim() else 0
 
 
 def _projected(x: Tensor, phase: int) -> Tensor:
-    """Each sample as one number, by weights that have no pattern."""
+    """Each sample as one number: a weighted sum, with irregular weights that differ with ``phase``."""
     rows = (x if x.dim() > 1 else x.unsqueeze(1)).detach().flatten(1).double()
     rows = rows.nan_to_num(0.0, 0.0, 0.0)
     weights = torch.cos(1.7 * torch.arange(rows.shape[1], device=x.device).double() ** 1.1 + phase)

@@ -1,4 +1,4 @@
-r"""A step is taken: :math:`θ ← θ + δ`, and what follows parameters follows them."""
+r"""Takes a step, :math:`θ ← θ + δ`, and updates the sums of the last steps and the offsets from rest with it."""
 
 from __future__ import annotations
 
@@ -19,10 +19,11 @@ if TYPE_CHECKING:
 def move_(
     optimizer: Riemannian, direction: dict[Tensor, Tensor], by: float, settles: bool = False
 ) -> None:
-    """Move parameters by so many times their direction, which becomes that move.
+    """Move parameters by ``by`` times their ``direction``, which is overwritten by that move.
 
-    It is added to the way since the last measurement, and to how far each is from its place at rest. That is where it
-    goes at once if nothing else happens in this step.
+    The move is added to the sum of updates since the last measurement (``state["update"]``) and to the offset from rest
+    (``state["apart"]``). With ``settles``, a kernel that can brings the parameters back to rest at once: the caller
+    promises that nothing else moves them in this step.
     """
     parameters, ws = [*direction], [*direction.values()]
     states = [optimizer.state[p] for p in parameters]
@@ -44,14 +45,14 @@ def move_(
                 state["ahead"], state["norm"] = False, norm
     rest.begin_(optimizer, parameters, states, moved, keep)
     fresh = [(state, u) for state, u, way in zip(states, moved, ways) if way is None]
-    parts = [u for _, u in fresh if u._base is not None]  # of a stack, which they would keep alive
+    parts = [u for _, u in fresh if u._base is not None]  # views keep a whole stack alive
     copies = iter(torch._foreach_mul(parts, 1.0) if parts else ())
     for state, u in fresh:
         state["update"] = u if u._base is None else next(copies)
 
 
 def _moved_(parameters: Sequence[Tensor], ws: Sequence[Tensor]) -> list[Tensor]:
-    """Move parameters, and by how much they did: those of low precision round."""
+    """Move parameters by ``ws``; return by how much they moved, which in low precision is rounded."""
     befores = {p: p.detach().to(w.dtype) for p, w in zip(parameters, ws) if p.dtype != w.dtype}
     torch._foreach_add_([*parameters], [cast(w, p.dtype) for p, w in zip(parameters, ws)])
     return [

@@ -5,9 +5,9 @@ coordinates of the metric (:mod:`quasidiag.root`) it is a matrix :math:`U = P Σ
 singular directions hold nearly all of it. The step takes the orthogonal factor :math:`P Q^⊤` in its place, as Muon does in
 the coordinates of the weights. This breaks no invariance: :math:`U` does not depend on the encoding.
 
-In a wide layer this is done for groups of units: the price is then that of some hundred samples more, however wide the
-layer. A unit's step has length one in the metric, there each, else on the average. Blocks that are no such matrix (norms,
-embeddings, sparse layers) are brought to the same length.
+In a wide layer this is done for groups of units: it then costs as much as some hundred more samples, however wide the
+layer. A unit's step has length one in the metric: each unit's in a wide layer, the average unit's in others. Blocks that
+are no such matrix (norms, embeddings, sparse layers) are brought to the same length.
 """
 
 from __future__ import annotations
@@ -26,28 +26,28 @@ from quasidiag.auto.stacks import Stack
 from quasidiag.blocks import DiagonalBlock, State
 from quasidiag.root import Root
 
-#: Of the quintics :math:`a x + b x^3 + c x^5` that bring singular values to one, in turn: each is the best for the
-#: interval that the last one leaves, and the first for 0.005 to 1 (Amsel et al. 2025, *The Polar Express*).
+#: Coefficients of the quintics :math:`a x + b x^3 + c x^5` that bring singular values to one, applied in turn: each is
+#: the best for the interval that the last one leaves, the first for 0.005 to 1 (Amsel et al. 2025, *The Polar Express*).
 QUINTICS = (
     (8.2987034914, -24.4304981482, 18.0903041931),
     (3.9152209605, -2.9211302322, 0.5592232598),
     (3.1746036571, -2.3804328339, 0.4978263935),
     (2.1894628398, -1.5672206835, 0.4078871580),
 )
-#: The rational function :math:`x (r + \sum_j r_j / (x^2 + s_j))` with two such poles that is the closest to one between
-#: 0.004 and 1 (Zolotarev 1877): :math:`r`, and the :math:`(r_j, s_j)`.
+#: :math:`r` and the :math:`(r_j, s_j)` of the rational function :math:`x (r + \sum_j r_j / (x^2 + s_j))` that, of all with
+#: two such poles, is the closest to one between 0.004 and 1 (Zolotarev 1877).
 ENTIRE = 0.8767540624
 POLES = ((0.01484321484, 5.56500032e-05), (0.2239925463, 0.01604376382))
-#: For rounding: singular values begin below one over this, and in bfloat16 an iteration takes them for larger by it.
+#: Margin for rounding: singular values begin below 1/``MARGIN``, and bfloat16 iterations allow for ones up to ``MARGIN``.
 MARGIN = 1.02
-#: So many units of a wide layer are made orthogonal to each other; more would cost more, and bring little. Wide is a
-#: layer with more units *and* inputs than the second.
+#: At most ``GROUP`` units of a wide layer are made orthogonal to each other; more would cost more and gain little. A layer
+#: is wide if it has more than ``WIDE`` units *and* more than ``WIDE`` inputs.
 GROUP, WIDE = 176, 320
-#: Matrices are batched if that makes no more than so many numbers, and no more than so many times as many as there were.
+#: Matrices are padded into one batch if it has at most ``SMALL`` numbers, and at most ``WASTE`` times as many as they do.
 SMALL, WASTE = {"cpu": 2**15, "cuda": 2**24}, 4
-#: Tensor cores multiply by so many.
+#: The sides of padded matrices are multiples of this, as tensor cores want them.
 EIGHT = 8
-#: A unit of a wide layer whose step is shorter than this, where one is usual, keeps what it has of it.
+#: A unit of a wide layer is divided by its length, but by no less than this: a shorter one does not come to length one.
 FADED = 1e-3
 
 
@@ -56,8 +56,8 @@ def newton_schulz(matrices: Tensor) -> Tensor:
 
     .. math:: X ← aX + (b X X^⊤ + c (X X^⊤)^2) X, \qquad X_0 = U/‖U‖_8.
 
-    Singular values of more than 0.0051 :math:`‖U‖_8` come within 9 % of one. On a CUDA device in bfloat16, which is exact
-    enough for a direction, with zeros around: tensor cores multiply by eights.
+    Singular values of more than 0.0051 :math:`‖U‖_8` come within 9 % of one. On a CUDA device float32 is computed in
+    bfloat16, which is exact enough for a direction, and padded to multiples of eight for its tensor cores.
     """
     half = matrices.is_cuda and matrices.dtype == torch.float32
     x, tall = _prepared(_by_eights(matrices.bfloat16()) if half else matrices)
@@ -77,13 +77,13 @@ def by_poles(matrices: Tensor) -> Tensor:
 
     .. math:: \Bigl(r + \sum_j r_j (G + s_j)^{-1}\Bigr) X, \qquad G = X X^⊤, \quad X = U/‖U‖_4 .
 
-    Singular values of more than 0.004 :math:`‖U‖_4` come within 12 % of one. A seventh of the multiplications that
-    :func:`newton_schulz` takes of a square matrix, but inverses are nothing for a GPU. One whose pivots are less than the
-    shift, by rounding, counts for nothing.
+    Singular values of more than 0.004 :math:`‖U‖_4` come within 12 % of one. For a square matrix this takes a seventh of
+    the multiplications of :func:`newton_schulz`, but a GPU is slow at inverses. An inverse that rounding has spoilt, which
+    shows in pivots of less than half the shift :math:`s_j`, is left out.
     """
     x, tall = _prepared(matrices)
     gram = x @ x.mT
-    bound = torch.linalg.matrix_norm(gram, keepdim=True).clamp_min(1.0)  # or it is of zeros
+    bound = torch.linalg.matrix_norm(gram, keepdim=True).clamp_min(1.0)  # less: a matrix of zeros
     gram, one = gram / bound, torch.eye(gram.shape[-1], dtype=gram.dtype, device=gram.device)
     product = ENTIRE * one
     for r, s in POLES:
@@ -96,33 +96,33 @@ def by_poles(matrices: Tensor) -> Tensor:
 
 
 def _by_eights(x: Tensor) -> Tensor:
-    """With zeros at the end of rows and columns, which stay zeros."""
+    """Pad rows and columns with zeros to multiples of eight; the iterations leave them zeros."""
     rows, columns = (-n % EIGHT for n in x.shape[-2:])
     return F.pad(x, (0, columns, 0, rows)) if rows or columns else x
 
 
 def _bound(square: Tensor) -> Tensor:
-    r"""No eigenvalue of a Gram matrix :math:`G` is larger, given :math:`G^2`: :math:`‖U‖_8^2 = (\sum_i σ_i^8)^{1/4}`.
+    r"""A bound on the eigenvalues of a Gram matrix :math:`G`, from :math:`G^2`: :math:`‖U‖_8^2 = (\sum_i σ_i^8)^{1/4}`.
 
-    Nearly the largest itself. By the Frobenius norm, which is about twice as long, the weaker directions of a gradient
-    would be left that much weaker.
+    It is nearly the largest eigenvalue. The Frobenius norm in the place of :math:`‖U‖_8` would be about twice as large,
+    and leave the weaker directions of a gradient that much weaker.
     """
     dtype = torch.promote_types(square.dtype, torch.float32)
     norm = torch.linalg.vector_norm(square, dim=(-2, -1), keepdim=True, dtype=dtype).sqrt()
-    return norm.mul(MARGIN**2).clamp_min(1.0)  # less than one is a matrix of zeros
+    return norm.mul(MARGIN**2).clamp_min(1.0)  # less: a matrix of zeros
 
 
 def _prepared(x: Tensor) -> tuple[Tensor, bool]:
-    """With no more rows than columns, and the largest entry 1: the squares of a gradient that has faded underflow."""
+    """Transposed if tall (and whether), with 1 as the largest entry: the squares of a very small gradient underflow."""
     tall = x.shape[-2] > x.shape[-1]
     x = x / x.abs().amax((-2, -1), keepdim=True).clamp_min(torch.finfo(x.dtype).tiny)
     return (x.mT if tall else x), tall
 
 
 def factor(u: Tensor) -> Tensor:
-    """The orthogonal factor of each ``u: [layers, units, inputs]``, by groups of units where both are many.
+    """The orthogonal factor of each ``u: [layers, units, inputs]``, in wide layers of each group of units.
 
-    Units are of length one: each in a wide layer, in others on the average.
+    Units have length one: each of them in a wide layer, on the average in others.
     """
     return _together(_polar(_apart(u)), u.shape)
 
@@ -136,7 +136,7 @@ def _groups(units: int) -> int:
 
 
 def _apart(u: Tensor) -> Tensor:
-    """The matrices that are made orthogonal: layers, or the groups of wide ones with zeros at the end."""
+    """The matrices that are made orthogonal: whole layers, or the groups of units of wide ones, padded with zeros."""
     _, units, inputs = u.shape
     if not _wide(units, inputs):
         return u
@@ -147,7 +147,7 @@ def _apart(u: Tensor) -> Tensor:
 
 
 def _together(o: Tensor, shape: torch.Size) -> Tensor:
-    """Layers of this shape again, their units of the length that they are to have."""
+    """Back from :func:`_apart` to layers of this shape, with units of the length that :func:`factor` says."""
     layers, units, inputs = shape
     if not _wide(units, inputs):
         return o * _length(units, inputs)
@@ -157,7 +157,7 @@ def _together(o: Tensor, shape: torch.Size) -> Tensor:
 
 
 class Kind(NamedTuple):
-    """Matrices as far as batches are concerned: their sides, how many there are, and where their numbers live."""
+    """What decides whether matrices are batched with others: their sides, number, dtype and device."""
 
     shorter: int
     longer: int
@@ -175,7 +175,7 @@ class Kind(NamedTuple):
 
 
 def factors(us: Sequence[Tensor]) -> list[Tensor]:
-    """:func:`factor` of each; small ones in one batch, with zeros around them, which stay zeros."""
+    """:func:`factor` of each; small ones of similar shapes are padded with zeros, which stay zeros, and batched."""
     matrices = [*map(_apart, us)]
     found: dict[int, Tensor] = {}
     for batch in _rooms(tuple(map(Kind.of, matrices))):
@@ -195,9 +195,9 @@ def factors(us: Sequence[Tensor]) -> list[Tensor]:
     return [found[i] for i in range(len(us))]
 
 
-@functools.lru_cache(64)  # the same layers ask at every step
+@functools.lru_cache(64)  # every step asks for the same layers
 def _rooms(kinds: tuple[Kind, ...]) -> list[list[int]]:
-    """Which of them go together: small ones of similar shapes, so that most of a batch is not zeros."""
+    """Which matrices, by index, go into one batch: small ones of similar shapes, so that padding stays within ``WASTE``."""
     rooms: list[list[int]] = []
     for i in sorted(range(len(kinds)), key=lambda i: kinds[i][:2]):
         room = [*(rooms[-1] if rooms else []), i]
@@ -213,7 +213,7 @@ def _rooms(kinds: tuple[Kind, ...]) -> list[list[int]]:
 
 
 def _polar(matrices: Tensor) -> Tensor:
-    """By inverses, where these are quick or exactness counts; products are what every device has."""
+    """The orthogonal factors: by inverses on a CPU, where they are quick, and in float64; else by products alone."""
     if not matrices.numel():
         return matrices
     inverted = matrices.is_cpu or matrices.dtype == torch.float64
@@ -221,7 +221,7 @@ def _polar(matrices: Tensor) -> Tensor:
 
 
 def _length(units: int, inputs: int) -> float:
-    """Of each row of orthogonal columns, on the average, for rows of length one."""
+    """What an orthogonal factor is multiplied by so that its rows have length one on the average."""
     return math.sqrt(max(1.0, units / inputs))
 
 
@@ -233,7 +233,8 @@ def steps(
 ) -> dict[DiagonalBlock, list[Tensor]]:
     r"""The steps :math:`A^{-1} P Q^⊤` of layers whose gradients have the coordinates :math:`P Σ Q^⊤`.
 
-    Those that are no matrix take :math:`A^{-1} u`, for gradients with the coordinates :math:`u`, of the same length.
+    Layers that are no matrix take :math:`A^{-1} u`, brought to the same length, if their gradients have the coordinates
+    :math:`u`.
     """
     found: dict[DiagonalBlock, list[Tensor]] = {}
     left: list[tuple[Stack, Root, Tensor]] = []
@@ -255,12 +256,12 @@ def steps(
 
 
 def directions(wanted: Sequence[kernels.Wanted]) -> kernels.Directions:
-    """What finds the steps of matrices by a kernel; of those that are ``kernels.directed``."""
+    """The kernel call that finds the steps of these layers, all of which must be ``kernels.directed``."""
     return kernels.Directions(wanted, ENTIRE, POLES)
 
 
 def at_once(wanted: Sequence[kernels.Wanted]) -> list[list[Tensor] | None]:
-    """Found at once; ``None`` where no kernel can."""
+    """The steps of these layers, found by one kernel call; ``None`` for those that no kernel can find."""
     able = [kernels.directed(layers) for layers in wanted]
     some = [layers for layers, fit in zip(wanted, able) if fit]
     found = iter(directions(some).find() or [] if some else [])
@@ -269,7 +270,7 @@ def at_once(wanted: Sequence[kernels.Wanted]) -> list[list[Tensor] | None]:
 
 
 def wanted(root: Root, v: Sequence[Tensor]) -> kernels.Wanted:
-    """What a kernel has to know of matrices."""
+    """What a kernel has to know of layers with gradients ``v`` and this root, to find their steps."""
     units, inputs = root.scale.shape[-2], root.scale.shape[-1] + len(v) - 1
     if _wide(units, inputs):
         return kernels.Wanted(v, root, _groups(units), FADED, 1.0)
@@ -277,7 +278,7 @@ def wanted(root: Root, v: Sequence[Tensor]) -> kernels.Wanted:
 
 
 def _of_length(u: Tensor, units: int) -> Tensor:
-    """The coordinates of each layer's step brought to the length that those of so many units are to have."""
+    r"""The coordinates of each layer's step brought to length :math:`\sqrt{\text{units}}`."""
     length = torch.linalg.vector_norm(u, dim=(1, 2), keepdim=True)
     return u * torch.where(length > 0, math.sqrt(units) / length, 0.0)
 

@@ -1,8 +1,9 @@
-r"""Weight decay, where a step has no length of its own.
+r"""Weight decay as a part of the loss.
 
-Without an ``lr`` there is nothing that weights could decay by from step to step. So :math:`\tfrac12 λ ‖θ‖^2` is a part of
-the loss, as in ``torch.optim.SGD``: its slope is in the gradient, and its curvature, which is known exactly, in the
-quadratic model and in the metric. (A penalty that somebody adds to the loss has the slope alone.)
+AdamW shrinks weights by ``lr`` times ``weight_decay`` in each step; here there is no ``lr``. So
+:math:`\tfrac12 λ ‖θ‖^2` is a part of the loss, as in ``torch.optim.SGD``: its slope is in the gradient, and its curvature,
+which is known exactly, in the quadratic model and in the metric. (Of a penalty that users add to the loss themselves, only
+the slope is known.)
 """
 
 from __future__ import annotations
@@ -22,18 +23,18 @@ if TYPE_CHECKING:
 
 
 class Penalty:
-    """In one step, with the :math:`λ` of each parameter that has one."""
+    r"""The weight decay :math:`\tfrac12 \sum λ θ^2` in one step; ``decays`` has the :math:`λ` of each parameter with one."""
 
     def __init__(self, decays: dict[Tensor, float]) -> None:
         self.decays = decays
 
     @cached_property
     def now(self) -> float:
-        """What it comes to."""
+        """Its value at the current parameters, which is computed once."""
         return self.value({})
 
     def value(self, at: Direction) -> float:
-        """The same with the parameters ``at`` in the place of the model's."""
+        """Its value with the parameters ``at`` in the place of the model's."""
         if not self.decays:
             return 0.0
         places = (at.get(p, p).detach() for p in self.decays)
@@ -41,12 +42,12 @@ class Penalty:
         return sum(decay / 2 * x**2 for decay, x in zip(self.decays.values(), norms.tolist()))
 
     def slopes(self, directions: Sequence[Direction]) -> Tensor:
-        """Along each direction."""
+        """Its slope along each direction."""
         here: Direction = {p: p.detach() for p in self.decays}
         return torch.tensor([self._product(here, u) for u in directions], dtype=torch.float64)
 
     def forms(self, directions: Sequence[Direction]) -> Tensor:
-        r"""The products :math:`λ u^⊤ v` of directions, of each with each."""
+        r"""Its curvature: the products :math:`λ u^⊤ v` of all pairs of directions."""
         found = [[self._product(u, v) for v in directions] for u in directions]
         return torch.tensor(found, dtype=torch.float64)
 
@@ -59,7 +60,7 @@ class Penalty:
 
 
 def penalty(optimizer: Riemannian) -> Penalty:
-    """That of the param groups as they are now, which blocks are told of; a criterion's own parameters do not decay."""
+    """The weight decay of the current param groups, also set in the blocks; a criterion's own parameters do not decay."""
     own = {*optimizer.criterion.parameters()} if optimizer.criterion is not None else set()
     decays = {
         p: float(group["weight_decay"])

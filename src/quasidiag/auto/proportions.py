@@ -1,26 +1,26 @@
-r"""How far the layers go, relative to each other.
+r"""How far the layers go, relative to each other: their proportions.
 
-With their strengths made equal, steps say nothing any more of how far a layer should go: a unit's has length one in the
-metric, in all of them. But a layer's weights have a length there too,
+An orthogonalised direction does not say how far a layer should go: in every layer, each unit goes by one in the metric.
+But a layer's weights have a length in the metric too,
 
 .. math:: ρ^2 = \frac1{\text{units}} \sum_{u,i} σ_{ui}^2 w_{ui}^2,
 
-how much what its units say varies, as it is heard at the outputs; it does not depend on how inputs and activities are
-encoded (with a bias: the variance of an input without one is measured from its zero). Layers go as far as :math:`ρ^p`
-says, relative to the geometric mean of all: half of it at first, which is the quickest, and later on the more so the
-longer training is.
+how much the outputs of its units vary, weighted by how much they matter to the network's outputs. In a layer with a bias
+it does not depend on how inputs and activities are encoded. (Without one, the variance of an input is measured from zero.)
+A layer's direction is multiplied by :math:`(ρ/\bar ρ)^p`, where :math:`\bar ρ` is the geometric mean of all layers. The
+power is a half at first, which is the quickest, and grows towards one in the course of training.
 
-Where a layer has more units than inputs, and is not wide, they cannot all go by one, only on the average. If part of them
-hardly move, as those of pixels that are always black, the others go further than that. So with :math:`ℓ_u` for how far
-they go, and :math:`s` for the share of those that take part,
+In a layer with more units than inputs that is not wide, the units cannot all go by one, only their average does. If some
+hardly move, such as those of pixels that are always black, the others go further than that. So with the length
+:math:`ℓ_u` of a unit's direction, and the share :math:`s` of the units that take part,
 
 .. math:: s = \frac1{\text{units}} \sum_u \min\Bigl(1, \frac{4 ℓ_u^2}{\overline{ℓ^2}}\Bigr),
 
-it is :math:`ρ s^2` that counts, in the place of :math:`ρ`. (That it is the square is what measurement says.)
+:math:`ρ s^2` takes the place of :math:`ρ`. (That it is the square is a measured result.)
 
-Whether that was far enough, the step after tells: what part of the slope along the layer's step it finds left, its echo.
-All of a step is as long as is best for all layers together, and one that finds its slope as it was, while others have
-crossed their valleys, goes further from then on.
+The step after a measured one tells whether a layer went far enough, by its echo: the part of the slope along the layer's
+step that is left. All layers share one step length, the best for all of them together. A layer whose slope is still
+there, while others have crossed their valleys, goes further from then on.
 """
 
 from __future__ import annotations
@@ -44,20 +44,20 @@ from quasidiag.root import Root
 if TYPE_CHECKING:
     from quasidiag.blocks import State
 
-#: For its weights and units, no layer goes further than the mean by more than this factor, or less far.
+#: Because of its weights and units, no layer goes further than the mean by more than this factor, or less far.
 UNEVEN = 4.0
-#: By so much may the logarithm of a layer's :math:`ρ`, relative to the others', fall from one measurement to the next: a
-#: layer that is made anew in mid-training must go as far as before, or it would not grow.
+#: The logarithm of a layer's :math:`ρ`, relative to the others', may fall by so much from one measurement to the next: a
+#: layer that is reinitialised during training must go about as far as before, or its weights would not grow.
 FALL = 0.02
-#: A unit takes part if it goes at least so far as this, relative to what is usual, in squares.
+#: A unit takes part in full if its squared length is at least this part of the mean squared length.
 HALF = 0.25
-#: A layer goes further by this factor at most; so much does its logarithm grow at once, for an echo of one. How much of
-#: its average a new echo is.
+#: A layer goes further because of its echo by a factor of ``FURTHER`` at most, whose logarithm grows by ``GROWTH`` at once
+#: for an echo of one. ``NEW`` is the weight of a new echo in its average.
 FURTHER, GROWTH, NEW = 4.0, 0.2, 0.6
 
 
 def power(longer: float) -> float:
-    """:math:`p`, when the gradient's average reaches back so many times as far as at first."""
+    """The power :math:`p`, when the gradient's average reaches back ``longer`` times as far as at first."""
     return 1 - 1 / (2 * longer)
 
 
@@ -78,7 +78,7 @@ def weights(blocks: Sequence[DiagonalBlock], stacks: Sequence[Stack], state: Sta
 def measured(
     stacks: Sequence[Stack], state: State, rows: Mapping[DiagonalBlock, Sequence[Tensor]]
 ) -> dict[DiagonalBlock, Lengths] | None:
-    """How long layers' steps are in the metric, or weights alone, where one call of a kernel finds that for all."""
+    """The lengths in the metric of layers' steps, or of weights alone, by one kernel call; ``None`` if no kernel can."""
     if any(isinstance(stack, Alone) for stack in stacks):
         return None
     roots = {block: root for stack in stacks for block, root in stack.roots_of(state)}
@@ -90,11 +90,11 @@ def measured(
 
 
 def strengths(squares: Tensor, before: Sequence[float | None]) -> list[float]:
-    r""":math:`\ln ρ/\bar ρ` of each layer, from :math:`ρ^2`, which was ``before``; 0 if it has no weights that count yet."""
+    r""":math:`\ln ρ/\bar ρ` of each layer from :math:`ρ^2` and the last result ``before``; 0 if new and without weights."""
     of = (squares.log() / 2).tolist()
     changes = [x - b for x, b in zip(of, before) if b is not None and math.isfinite(x)]
     if changes:
-        # The usual layer keeps its place, and none falls far below where it was.
+        # Relative to the median layer, none may fall far below its last value.
         usual = median_high(changes)
         least = [-math.inf if b is None else b - FALL for b in before]
         of = [max(x - usual, low) for x, low in zip(of, least)]
@@ -109,9 +109,9 @@ def shares(
     steps: Mapping[DiagonalBlock, Sequence[Tensor]],
     ranks: Any = None,
 ) -> dict[DiagonalBlock, float]:
-    """Which part of a layer's units takes part in its step, where it has more of them than inputs.
+    """The share :math:`s` of a layer's units that take part in its step, for layers with more units than inputs.
 
-    It is not asked where each unit goes by one, as in a wide layer.
+    Wide layers are left out, because each of their units goes by one.
     """
     asked = [stack for stack in stacks if _asked(stack.blocks[0])]
     blocks = [block for stack in asked for block in stack.blocks]
@@ -134,13 +134,13 @@ def _asked(block: DiagonalBlock) -> bool:
 
 
 def share(squares: Tensor) -> Tensor:
-    """Of units whose steps have these squared lengths, ``[..., units]``: the part that is not much shorter than usual."""
+    """The share :math:`s` of units that take part, from the squared lengths of their steps, ``[..., units]``."""
     usual = squares.mean(-1, keepdim=True)
     return (squares / (HALF * usual)).nan_to_num(1.0).clamp_max(1.0).mean(-1)
 
 
 def echoes(before: Sequence[float], slopes: Sequence[float], falls: Sequence[float]) -> list[float]:
-    """The averages, with what is left of the slope along each layer's step; one that did not descend keeps its own."""
+    """The layers' average echoes, new ones ``slopes / falls`` taken in; a layer that did not descend keeps its average."""
     fresh = [min(max(s / f, -1.0), 1.0) if f < 0 else b for s, f, b in zip(slopes, falls, before)]
     return [b + NEW * (x - b) for b, x in zip(before, fresh)]
 
@@ -148,9 +148,9 @@ def echoes(before: Sequence[float], slopes: Sequence[float], falls: Sequence[flo
 def further(
     before: Sequence[float], echoes: Sequence[float], falls: Sequence[float]
 ) -> list[float]:
-    """The logarithm of how much further each layer goes than its weights say.
+    """The logarithm of the factor by which each layer goes further because of its echo.
 
-    It grows where more than usual of the slope is left, and falls again where it is less or the valley is crossed.
+    It grows where the echo is above the mean of all layers, and falls where it is below or negative (valley crossed).
     """
     left = [max(e, 0.0) for e, fall in zip(echoes, falls) if fall < 0]
     usual = sum(left) / max(1, len(left))
@@ -166,7 +166,7 @@ def proportions(
     power: float,
     further: Sequence[float],
 ) -> list[float]:
-    r""":math:`(ρ s^2/\bar ρ)^p`, within bounds, and how much further than that."""
+    r"""The factor of each layer's direction: :math:`(ρ s^2/\bar ρ)^p`, within bounds, times :math:`e^\text{further}`."""
     logs = [x + 2 * math.log(share) for x, share in zip(strengths, shares)]
     found = [min(max(math.exp(power * x), 1 / UNEVEN), UNEVEN) for x in logs]
     return [x * math.exp(more) for x, more in zip(found, further)]

@@ -1,7 +1,7 @@
-r"""The direction of a step: the averaged gradient with its strengths equalised, and how long it is in each layer.
+r"""The direction of a step: the averaged gradient, orthogonalised layer by layer and multiplied by each layer's proportion.
 
 The average reaches back over a part of the training so far: at first gradients are soon out of date, later they are
-mostly noise. How far the layers go relative to each other is the matter of :mod:`quasidiag.auto.proportions`.
+mostly noise. The proportions are computed in :mod:`quasidiag.auto.proportions`.
 """
 
 from __future__ import annotations
@@ -25,18 +25,19 @@ from quasidiag.sums import dtype_of
 if TYPE_CHECKING:
     from quasidiag.optimizer import Riemannian
 
-#: The gradient is averaged over the last one in so many of all steps so far, within these bounds.
+#: The gradient is averaged over the last one in ``PART`` of all steps so far, but over ``FEWEST`` to ``MOST`` of them.
 PART, FEWEST, MOST = 50, 5.0, 30.0
-#: Weights that add up to so much are as good as one.
+#: If the weights of an average add up to more than this, it needs no correction.
 NEARLY = 0.999
 
 Steps = dict[DiagonalBlock, list[Tensor]]
 
 
 class Proposal(NamedTuple):
-    """A direction.
+    """A direction, and what was found on the way to it.
 
-    And where these were found on the way, the slope along it, by its name, and the :math:`ρ^2` of the layers that move.
+    ``slopes`` has the slope along it, by its name (``"new"``), or nothing. ``weights`` are the :math:`ρ^2` of the layers
+    that move, ``None`` if they were not measured in this step.
     """
 
     direction: dict[Tensor, Tensor]
@@ -45,18 +46,18 @@ class Proposal(NamedTuple):
 
 
 def reach(steps: int) -> float:
-    """Over about how many gradients the average goes, after so many steps."""
+    """The number :math:`h` of gradients that the average reaches back over, after ``steps`` steps."""
     return min(max(steps / PART, FEWEST), MOST)
 
 
 def counted_(state: dict[str, Any], g: Tensor, new: float) -> float:
-    """One more gradient is taken into an average: what it is multiplied by, for its weights to add up to one.
+    """Before a gradient enters an average: the factor that makes the weights in the Nesterov average add up to one.
 
-    ``seen`` is what the weights of all gradients so far add up to: less than one at first.
+    ``state["seen"]``, which is updated, is what the weights of all gradients so far add up to: less than one at first.
     """
     if "average" not in state:
         state["average"], state["seen"] = torch.zeros_like(g), 0.0
-    state["seen"] = seen = (1 - new) * state.get("seen", 1.0) + new  # older states have none
+    state["seen"] = seen = (1 - new) * state.get("seen", 1.0) + new  # older versions saved none
     whole = (1 - new) * seen + new
     return 1 / whole if whole <= NEARLY else 1.0
 
@@ -67,7 +68,7 @@ def averaged_(
     new: float,
     factors: Sequence[float],
 ) -> list[Tensor]:
-    """Take gradients into their averages; these, and once more the gradients (Nesterov), times the factors."""
+    """Take gradients into their averages; return averages that have them twice (Nesterov), multiplied by ``factors``."""
     averages = [state["average"] for state in states]
     gradients = [cast(g, average.dtype) for g, average in zip(gradients, averages)]
     found = kernels.average_(averages, gradients, new, factors)
@@ -81,7 +82,7 @@ def averaged_(
 
 
 class Moving(NamedTuple):
-    """A layer, those of its parameters that have a gradient, what is kept of them, and their averages' factors."""
+    """A layer, its parameters that have a gradient, with their state and the factors from :func:`counted_`."""
 
     block: DiagonalBlock
     parameters: list[Tensor]
@@ -91,12 +92,12 @@ class Moving(NamedTuple):
 
     @property
     def whole(self) -> bool:
-        """Whether all of it moves."""
+        """Whether all parameters of the layer have a gradient."""
         return len(self.parameters) == len(self.block.parameters)
 
 
 def propose(optimizer: Riemannian, gradient: Direction, measures: bool) -> Proposal:
-    """The direction *d*, from the averaged gradient. Layers go as far as they did when this was last measured."""
+    """The direction *d*, from the averaged gradient; with ``measures`` the layers' proportions are measured, else reused."""
     assert optimizer.auto is not None
     new = 1 / reach(optimizer.auto.steps)
     layers = [_moving(optimizer, block, gradient, new) for block in optimizer._blocks]
@@ -122,7 +123,7 @@ def propose(optimizer: Riemannian, gradient: Direction, measures: bool) -> Propo
 
 
 def _moving(optimizer: Riemannian, block: DiagonalBlock, gradient: Direction, new: float) -> Moving:
-    """What is there of a layer, one more gradient counted."""
+    """The parameters of a layer that have a gradient, counted into their averages' weights."""
     found = [(p, g) for p in block.parameters if (g := gradient.get(p)) is not None]
     states = [optimizer.state[p] for p, _ in found]
     factors = [counted_(state, g, new) for state, (_, g) in zip(states, found)]
@@ -130,7 +131,7 @@ def _moving(optimizer: Riemannian, block: DiagonalBlock, gradient: Direction, ne
 
 
 def _averages(layers: Sequence[Moving], new: float) -> dict[Tensor, Tensor]:
-    """Of all parameters of these layers, at one go."""
+    """The averaged gradients (:func:`averaged_`) of all parameters of these layers, computed together."""
     states = [state for layer in layers for state in layer.states]
     gradients = [g for layer in layers for g in layer.gradients]
     factors = [factor for layer in layers for factor in layer.factors]
@@ -139,7 +140,7 @@ def _averages(layers: Sequence[Moving], new: float) -> dict[Tensor, Tensor]:
 
 
 class Plan:
-    """Dense layers whose directions a kernel finds at once, as long as their roots and averages stay where they are."""
+    """Dense layers whose directions one call of a kernel finds; reused while roots and averages stay where they are."""
 
     def __init__(
         self, roots: Sequence[tuple[DiagonalBlock, Root]], averages: Sequence[Sequence[Tensor]]
@@ -153,7 +154,7 @@ class Plan:
     def holds(
         self, roots: Sequence[tuple[DiagonalBlock, Root]], averages: Sequence[Sequence[Tensor]]
     ) -> bool:
-        """Whether they do."""
+        """Whether these are still the same roots, and averages at the same addresses."""
         same = len(roots) == len(self._roots)
         same = same and all(root is before for (_, root), before in zip(roots, self._roots))
         return same and [v.data_ptr() for some in averages for v in some] == self._addresses
@@ -165,12 +166,12 @@ def _at_once(
     new: float,
     lengths: Mapping[DiagonalBlock, float] | None,
 ) -> tuple[Steps, dict[DiagonalBlock, float]]:
-    """Averages and directions of dense layers in one call, where a kernel can, and the slopes along them."""
+    """The directions of dense layers, averaging included, and the slopes along them: those that one kernel call can find."""
     layers = {
         x.block: x
         for x in moving
         if x.block.plain and x.block.home.is_cpu and x.whole
-        if len({*x.factors}) == 1  # or one was frozen for a while
+        if len({*x.factors}) == 1  # they differ if a parameter was frozen for a while
     }
     if not (optimizer.orthogonal and layers):
         return {}, {}
@@ -196,7 +197,7 @@ def _at_once(
 
 
 def _steps(optimizer: Riemannian, averaged: Direction, moving: Sequence[Moving]) -> Steps:
-    """Those of layers, from their averaged gradients."""
+    """The directions of layers, from their averaged gradients and before any proportions."""
     state, found, rooted = optimizer.state, Steps(), Steps()
     for layer in moving:
         block = layer.block
@@ -213,19 +214,19 @@ def _steps(optimizer: Riemannian, averaged: Direction, moving: Sequence[Moving])
 def _solved(
     optimizer: Riemannian, block: DiagonalBlock, given: list[Tensor], whole: bool
 ) -> list[Tensor]:
-    """The Riemannian gradient of a block, as long as the others' directions."""
+    """The Riemannian gradient of a block; brought to the length of orthogonal directions if others have those."""
     group, solve = optimizer._group[block.home], block.solve if whole else block.solve_part
     d = solve(optimizer.state, given, group["eps"] + max(block.decays, default=0.0), group["floor"])
     return orthogonal.of_length(d, given, block.units) if optimizer.orthogonal else d
 
 
 def proportioned(optimizer: Riemannian) -> bool:
-    """Whether directions are brought to equal lengths, and then to those of their layers."""
+    """Whether each layer's direction is multiplied by a proportion (:mod:`quasidiag.auto.proportions`)."""
     return optimizer.orthogonal and optimizer.reduction != "unitwise"
 
 
 def _lengths(optimizer: Riemannian, moving: Sequence[Moving]) -> dict[DiagonalBlock, float] | None:
-    """How far the layers went when that was last measured; ``None`` if other ones move."""
+    """The proportions of the layers when they were last measured; ``None`` if there are none for as many layers."""
     assert optimizer.auto is not None
     known = optimizer.auto.proportions
     if not proportioned(optimizer) or len(known) != len(moving):
@@ -236,7 +237,7 @@ def _lengths(optimizer: Riemannian, moving: Sequence[Moving]) -> dict[DiagonalBl
 def _measured(
     optimizer: Riemannian, found: Mapping[DiagonalBlock, Sequence[Tensor]]
 ) -> tuple[dict[DiagonalBlock, float], Tensor]:
-    """How far each layer goes, as its weights and its units count (:mod:`quasidiag.auto.proportions`); and its weights."""
+    """The proportion of each layer by its weights, units and echo, also kept in the report; and the layers' :math:`ρ^2`."""
     assert optimizer.auto is not None
     report, ranks, state = optimizer.auto, ranks_of(optimizer), optimizer.state
     moving = {i: block for i, block in enumerate(optimizer._blocks) if block in found}
@@ -262,16 +263,16 @@ def _scale_(steps: Steps, lengths: Mapping[DiagonalBlock, float]) -> None:
 
 
 def part_of(u: Direction, p: Tensor, dtype: torch.dtype) -> Tensor:
-    """A direction's part in a parameter."""
+    """The part of a direction that belongs to a parameter; zeros if it has none."""
     found = u.get(p)
     return torch.zeros_like(p, dtype=dtype) if found is None else cast(found, dtype)
 
 
 def stacks_of(optimizer: Riemannian, blocks: Iterable[DiagonalBlock]) -> list[Stack]:
-    """These layers, those of one shape together."""
+    """These layers in stacks, layers of one shape together."""
     return optimizer._stacks.of(blocks, optimizer.state, optimizer.foreach)
 
 
 def ranks_of(optimizer: Riemannian) -> Any:
-    """Who measures together."""
+    """The process group whose ranks measure together; ``None`` if this one is alone."""
     return None if optimizer._exchange is None else optimizer._exchange.group

@@ -1,10 +1,10 @@
-r"""The quadratic model of the loss along a few directions, and what came of the steps that it proposed.
+r"""The quadratic model of the loss along a few directions, and the judge of the steps that it proposed.
 
 .. math:: g^⊤ δ + \tfrac12 δ^⊤ (F + λ M) δ,
 
 where :math:`F` is the Fisher matrix of the minibatch itself, no approximation: :math:`u^⊤ F v = ‹Ju, F_\text{out} Jv›`
-needs the derivatives of the outputs along the directions only. The damping :math:`λ` rises while the loss does: steps are
-judged on the next minibatch, which they have not seen, and those that did great harm there are taken back.
+needs only the derivatives of the outputs along the directions. The damping :math:`λ` rises while the loss does: steps are
+judged on the next minibatch, which they have not seen, and those that did great harm there are undone.
 """
 
 from __future__ import annotations
@@ -26,45 +26,47 @@ from quasidiag.auto.replay import Batch, Replay
 from quasidiag.auto.report import STEPS, Report
 from quasidiag.outputs import OutputModel
 
-#: How much of the average of the quadratic forms survives a measurement, which is that of a share of the minibatch.
+#: Weight of the old average of the quadratic forms when a new measurement, of a share of a minibatch, enters.
 FORMS = 0.5
-#: That share is so large unless somebody says otherwise, and has no more terms than these; in any case as many as these
-#: if there are as many.
+#: Unless ``step_fraction`` is given, that share is ``SHARE``, and ``MOST`` terms at most; in any case it is ``FEWEST`` terms
+#: at least, if there are as many.
 SHARE, MOST, FEWEST = 0.5, 2048, 128
-#: So many terms are enough to judge by, where there are twice as many.
+#: So many terms judge the last steps, where a minibatch has at least twice as many; else all of them do.
 JUDGES = 4096
-#: While the loss does not rise, the damping falls by this factor a step.
+#: While the loss does not rise, each step multiplies the damping by this.
 DECAY = 0.95
-#: Of the damping, relative to the curvature along the usual step. The upper one is the second where minibatches have
-#: their curvature in common, and the third where they do not, or up to the fourth: where the model promises less than
-#: this of what the loss could fall, by the square of how much less. Then the loss rises from noise, and not because each
-#: minibatch is known by heart, and forgotten until it comes again.
+#: Bounds of the damping, relative to the usual curvature. The first is the lower one. The upper one is the second where
+#: minibatches have their curvature in common, and the third where they do not. If the grasp is less than ``LITTLE``, the
+#: third grows with the square of how much less, up to the fourth: the loss then rises because of noise, and not because
+#: each minibatch is memorised and forgotten until it comes again.
 BOUNDS = 0.01, 1.0, 3.0, 100.0
 LITTLE = 0.25
-#: The second is less where steps are to be longer (:mod:`quasidiag.auto.bounce`), by this power of how much.
+#: Where a small bounce makes steps longer by a factor (:mod:`quasidiag.auto.bounce`), the second of these bounds is divided
+#: by this power of the factor.
 LESS = 3
-#: A step that promises more than that little is tried first, so often: the further outputs move, the less is a parabola what
-#: their loss is. So is the very first one, and one after another that did not keep its promise: this part of it comes true.
+#: A step that promises more than ``LITTLE`` of what the loss could fall is tried on its own minibatch, up to ``TRIALS``
+#: times, because the further outputs move, the less their loss is a parabola. So are the very first step, and one after a
+#: step that did not keep its promise: less than ``TRUE`` of it came true.
 TRIALS, TRUE = 6, 0.5
-#: If not, it is shorter the next time, by the first factor at most: of many layers the loss is no parabola, but much steeper
-#: further on. By SHORTEST where it rose to so many times what it was.
+#: If a trial fails, the step is shortened for the next one, to ``SHORTER`` of it at least: through many layers the loss is
+#: much steeper further on than a parabola. It is shortened to ``SHORTEST`` if the loss rose by ``FAR`` times itself.
 SHORTER, FAR = 0.5, 1e3
-#: Steps that raised the loss by what they were to lower it (with its damping), or by what is usual if that is less, are
-#: taken back, and the damping raised so that the next one is shorter, by this factor at most.
+#: Steps are undone if they raised the loss by as much as the damped model promised to lower it, or by the usual promise if
+#: that is less. The damping is then raised so that the next step is shorter, by this factor at most.
 SHORTEST = 0.1
-#: Relative to the loss: what is less than this may be rounding, and no harm, when steps are very short.
+#: A rise of less than this part of the loss counts as rounding, not as harm: steps may be very short.
 ROUNDING = 1e-6
-#: What two in a row promised is no outlier's: the usual is taken to be no less than a part of it.
+#: What two measured steps in a row promised is no outlier: the usual promise is at least one in so many of it.
 CHANGE = 10.0
-#: The part of their natural step that the criterion's own parameters take, and the largest at first. They are then an
-#: average over all minibatches so far, in which the *k*-th weighs as :math:`k^{\text{EARLY} - 1}`: errors fall quickly
-#: at first.
+#: The criterion's own parameters take ``OWN`` of their natural step, more in the first steps but ``HALF`` at most. At first
+#: they are an average over all minibatches so far, in which the *k*-th has a weight of :math:`k^{\text{EARLY} - 1}` because
+#: errors fall quickly then.
 OWN, HALF, EARLY = 0.04, 0.5, 2
-#: Relative, on the diagonal of the system of the coefficients: directions may do the same to the outputs.
+#: Added to the diagonal of the (scaled) system for the coefficients: directions may do the same to the outputs.
 RIDGE = 1e-6
 
 
-#: A few numbers in float64: of so few, numpy makes less ado than torch.
+#: A few numbers in float64: for so few, numpy has less overhead than torch.
 Array = npt.NDArray[np.float64]
 
 
@@ -87,16 +89,16 @@ class QuadraticModel:
 
     Args:
         replay: runs the model again on a share of the minibatch.
-        share: that share, if it is given.
-        report: where to write what was found, and to read it from at the next step.
+        share: that share; ``None`` for the default.
+        report: keeps what was found for the next step.
     """
 
     def __init__(self, replay: Replay, share: float | None, report: Report) -> None:
         self.replay, self.share, self.report = replay, share, report
-        #: What belongs to the loss besides, in this step.
+        #: The weight decay, as a part of the loss in this step.
         self.penalty = Penalty({})
 
-    @np.errstate(all="ignore")  # what is not finite is seen to
+    @np.errstate(all="ignore")  # numbers that are not finite are handled
     def coefficients(
         self,
         gradient: Direction,
@@ -108,17 +110,18 @@ class QuadraticModel:
         steep: float = 0.0,
         ranks: Any = None,
     ) -> list[float]:
-        r"""The best coefficient of each direction *u*, times ``factor``; ``products`` has the :math:`u^⊤ M v` of all.
+        r"""The best coefficient of each direction, times ``factor`` and the direction's part of it, ``largest``.
 
-        ``along`` are the slopes as far as they are known. Relative to ``factor`` a direction's own, the ``largest`` of its
-        groups', may be smaller. ``steep`` is the slope along the natural gradient of the criterion's own parameters.
+        ``along`` has the slopes along directions that are known already, ``products`` the :math:`u^⊤ M v` of all pairs,
+        ``steep`` is the slope along the natural gradient of the criterion's own parameters. What was found goes into the
+        report.
         """
         names, directions, k = [*named], [*named.values()], len(named)
         forms, own = self._fisher(directions)
         decay = torch.zeros_like(forms)
         if self.penalty.decays:
             decay, own = self.penalty.forms(directions), own + self.penalty.slopes(directions)
-        # g and M are the same on all ranks up to rounding, and no rank may decide otherwise than the others.
+        # g and M are the same on all ranks up to rounding, but all ranks must decide alike: so they are averaged as well.
         first = torch.tensor(
             [*_slopes(gradient, named, along), self.replay.above_least(), self.penalty.now],
             dtype=torch.float64,
@@ -159,9 +162,9 @@ class QuadraticModel:
         return [*map(float, step)]
 
     def part(self, factor: float) -> float:
-        """That of their natural step which the criterion's own parameters take: damped as the others' step is.
+        """The part of their natural step that the criterion's own parameters take, damped as the others' step is.
 
-        At first as if they were an average over all minibatches so far; such steps are no shorter for being the first.
+        At first it makes them an average over all minibatches so far; the shortening of the first steps is taken out.
         """
         report = self.report
         early = EARLY / ((report.steps + 1 + EARLY) * report.warmth)
@@ -170,14 +173,13 @@ class QuadraticModel:
     def _possible(
         self, linear: Array, slopes: Array, fisher: Array, room: float, size: float = 0.0
     ) -> float:
-        r"""How much is left of the step without damping if the loss cannot fall by more than ``room``, as its parabola.
+        r"""The part of the undamped step that is left if its promise is bounded by how much the loss can fall.
 
-        Nor can the penalty, by more than its ``size``.
-
-        The curvature of an output that is saturated, confident and wrong, is next to nothing; for a slope :math:`s` it
-        cannot be less than :math:`s^2 / 2(ℓ - ℓ_{\min})`. Where the gradient is steeper than the criterion's own
-        ``slopes``, twice in a row because these are those of a share of the minibatch, there is another loss besides,
-        which may fall as well.
+        That is ``room`` for the criterion's loss, and ``size`` for the weight decay's. The curvature of an output that is
+        saturated, confident and wrong, is next to nothing; for a slope :math:`s` it cannot be less than
+        :math:`s^2 / 2(ℓ - ℓ_{\min})`. Where the gradient is steeper than the criterion's own ``slopes``, there is another
+        loss besides, which may fall as well. It has to show twice in a row, because ``slopes`` are those of a share of the
+        minibatch.
         """
         report, best = self.report, minimiser(linear, fisher)
         promise, besides = -0.5 * float(linear @ best), -0.5 * float((linear - slopes) @ best)
@@ -189,9 +191,9 @@ class QuadraticModel:
         return most / promise if 0 < most < promise else 1.0
 
     def _doubtful(self, linear: Array, curved: Array, step: Array, room: float) -> bool:
-        """Whether a step promises so much that its model may be wrong, or the last one's was.
+        """Whether to try a step: it promises so much that its model may be wrong, or the last trial found one wrong.
 
-        Of another loss besides, nothing is known.
+        Not if half of the promise is another loss's than the criterion's: a trial does not see that one.
         """
         promise = -float(linear @ step + 0.5 * step @ curved @ step)
         doubt = self.report.doubt or LITTLE * room < promise
@@ -205,9 +207,10 @@ class QuadraticModel:
         step: Array,
         ranks: Any,
     ) -> float:
-        """How much of its model's curvature the loss has along a step, on the minibatch itself; 1 if it falls as promised.
+        """Try a step on its own minibatch: the model's curvature over the loss's own, 1 if the loss falls as promised.
 
-        The parabola through the slope and the loss after the step has that of the loss.
+        The loss's own is that of the parabola through the slope and the loss after the step. The result is ``SHORTER`` at
+        least, or ``SHORTEST`` if the loss rose by ``FAR`` times itself.
         """
         slope, form = float(linear @ step), float(step @ curved @ step)
         now, after = self._compared(after_step(directions, step.tolist()), ranks).tolist()
@@ -226,15 +229,16 @@ class QuadraticModel:
         steep: float = 0.0,
         part: float = 1.0,
     ) -> None:
-        """Of a step at a factor of 1.
+        """Note in the report the curvature and the promise of a step at a factor of 1, and their usual values.
 
-        The form is larger by one over ``part`` where a loss has a least value; what is usual is as it was measured.
+        The curvature is larger than ``form`` says, by 1/``part``, where the loss's least value or a trial shortened the
+        step; the usual curvature is the average of the measured ones.
         """
         report, weight = self.report, self.report.fresh
         if length > 0:
             measured = form / length
             report.curvature = measured / part
-            most = BOUNDS[2] * report.usual or measured  # more is an outlier's
+            most = BOUNDS[2] * report.usual or measured  # more is taken for an outlier
             report.usual += weight * (min(measured, most) - report.usual)
         before = report.promise
         report.promise = -0.5 * slope + steep * _gain(self.part(1.0))
@@ -253,7 +257,7 @@ class QuadraticModel:
         largest: Mapping[str, float],
         ranks: Any = None,
     ) -> list[float]:
-        """The coefficients of the last measurement, each smaller by as much as the slope along its direction is."""
+        """The coefficients of the last measurement, each smaller in proportion where the slope along its direction is."""
         slopes = means(_slopes(gradient, named, along), ranks)
         if not all(map(math.isfinite, slopes)):
             self.report.steady = False
@@ -263,7 +267,7 @@ class QuadraticModel:
         return [part * length[name] * factor * largest[name] for name, part in zip(named, parts)]
 
     def _fisher(self, directions: Sequence[Direction]) -> tuple[Tensor, Tensor]:
-        """Its products with the directions, of each with each, and the criterion's slope along each."""
+        r"""The products :math:`u^⊤ F v` of all pairs of directions, and the criterion's slope along each."""
         k = len(directions)
         forms, slopes = torch.zeros(k, k, dtype=torch.float64), torch.zeros(k, dtype=torch.float64)
         for weight, batch in self.replay.weighted():
@@ -272,16 +276,17 @@ class QuadraticModel:
         return forms, slopes
 
     def _averaged(self, names: Sequence[str], fisher: Array, lengths: Array) -> Array:
-        """The forms of directions of these lengths, from those of unit length, whose averages are kept.
+        """The averaged forms of these directions, whose squared lengths in the metric are ``lengths``.
 
-        One that is not finite is none, and the average stays as it is.
+        Averages are kept for directions of unit length; a measurement that is not finite does not enter them.
         """
         scale = np.maximum(lengths, np.finfo(np.float64).tiny) ** 0.5
         scale = scale * scale[:, None]
         pairs = [(i, j) for i in range(len(names)) for j in range(i + 1)]
         fresh = {f"{names[i]}, {names[j]}": float(fisher[i, j] / scale[i, j]) for i, j in pairs}
         known = self.report.forms
-        keep = FORMS if known.keys() == fresh.keys() else 0.0  # or the average may not be a form
+        # An average with entries of other directions in it might not be a positive form.
+        keep = FORMS if known.keys() == fresh.keys() else 0.0
         if all(map(math.isfinite, fresh.values())):
             kept = {name: keep * known.get(name, x) + (1 - keep) * x for name, x in fresh.items()}
             self.report.forms = kept
@@ -312,21 +317,22 @@ class QuadraticModel:
         return torch.stack(forms), slopes
 
     def size(self, ranks: Any = None) -> tuple[float, float]:
-        """This step's samples on the average rank, and its loss: all ranks must come to the same judgement."""
+        """The number of samples and the loss of this step, averaged over ranks, which all must decide alike."""
         samples, loss = means([float(self.replay.samples()), self.replay.loss()], ranks)
         return samples, loss
 
     def content(self, few: int, ranks: Any = None) -> tuple[float, float]:
-        """How many terms this step's losses have on all ranks, and if those are few, what tells its data from others."""
+        """How many terms this step's losses have on all ranks; and if less than ``few``, its data's fingerprint, else 0."""
         terms = float(self.replay.size())
         data = self.replay.fingerprint() if terms < few else 0.0
         terms, data = (x * distributed.size(ranks) for x in means([terms, data], ranks))
         return terms, data
 
     def judge(self, update: Direction, ranks: Any = None) -> bool:
-        """What the way since the last time did to the loss of *this* minibatch, which it has not seen; whether harm.
+        """Whether the steps since the last measurement, ``update`` in all, are to be undone; sets the damping.
 
-        On its own minibatch every step looks good: with more parameters than samples, the model of the loss fits them.
+        They are judged by the loss of *this* minibatch, which they have not seen, before and after them. On its own
+        minibatch every step looks good: with more parameters than samples, the model of the loss fits them.
         """
         report = self.report
         promise = report.stride * report.promise
@@ -334,21 +340,21 @@ class QuadraticModel:
             return False
         now, before = self._compared(before_way(update), ranks)
         if not before.isfinite():
-            return False  # the data are to blame
+            return False  # the data are to blame, not the steps
         report.actual = float(now - before)
         predicted = report.stride * report.predicted
         report.ratio = report.actual / -abs(predicted) if predicted else 0.0
         most = min(promise, report.stride * math.exp(report.hope))
         if not report.actual < max(most, ROUNDING * abs(float(before))):
-            # The parabola through what is known has its minimum at this part of the step, for a curvature that much larger.
+            # The parabola through the slope and the damage has its minimum at this part of the step.
             part = promise / (report.actual + 2 * promise)
             part = max(part, SHORTEST) if math.isfinite(report.actual) else SHORTEST
-            again = report.trend == 0.0  # no good step since the last one that was taken back
+            again = report.trend == 0.0  # no steps were kept since the last retreat
             damping = (report.curvature + report.damping) / part - report.curvature
             self._damp(damping, math.inf if again else report.damping)
             report.trend = 0.0
             return True
-        # On its own minibatch every step is good, and on the next one nearly every second is bad: what counts is the sum.
+        # On the next minibatch nearly every second step raises the loss: what counts is the sum of the changes.
         report.trend = (1 - 1 / STEPS) ** report.stride * report.trend + report.actual
         change = report.rise if report.trend > 0 else DECAY
         self._damp(report.damping * change**report.stride, report.damping / 2)
@@ -357,18 +363,18 @@ class QuadraticModel:
     def above(self, start: Direction, ranks: Any = None) -> float:
         """How much higher the loss is than with the parameters ``start``, relative to what it could fall from there.
 
-        Not a number where it could fall for ever, or is as low as can be.
+        nan if the loss has no least value, or has reached it.
         """
         least = sum(weight * self.replay.least(batch) for weight, batch in self.replay.weighted())
         if not start or not math.isfinite(least):
             return math.nan
         now, there = self._compared(start, ranks).tolist()
-        least += self.penalty.value(start)  # which stays
+        least += self.penalty.value(start)  # which is not expected to fall
         room = there - float(mean(torch.tensor(least, dtype=torch.float64), ranks))
         return (now - there) / room if room > 0 else math.nan
 
     def _compared(self, start: Direction, ranks: Any) -> Tensor:
-        """The loss, and what it would be with the parameters ``start``."""
+        """The loss now and with the parameters ``start``, weight decay included, averaged over ranks."""
         penalties = [self.penalty.now, self.penalty.value(start)]
         pairs = [
             torch.stack(self.replay.values(b, start, self._jury(b))) * w
@@ -378,17 +384,20 @@ class QuadraticModel:
         return mean(losses, ranks)
 
     def _jury(self, batch: Batch) -> float:
-        """The share of a minibatch that judges."""
+        """The share of a minibatch that judges steps."""
         terms = self.replay.terms(batch)
         return self._counting(batch, JUDGES / terms if terms >= 2 * JUDGES else 1.0, terms)
 
     def _counting(self, batch: Batch, share: float, terms: int) -> float:
-        """A share of a minibatch, or all of it if most of what counts lies elsewhere."""
+        """``share``, or 1 if it holds less than half of the terms that it should (others are masked, say)."""
         elsewhere = share < 1 and 2 * self.replay.terms(batch, share) < share * terms
         return 1.0 if elsewhere else share
 
     def _damp(self, damping: float, most: float) -> None:
-        """Within the bounds, or up to ``most`` where that is more: beyond them it halves with every good judgement."""
+        """Set the damping, within its bounds or up to ``most`` if that is more.
+
+        A good judgement gives half the current damping as ``most``, so that beyond the bounds it halves with each.
+        """
         low, shared, high, highest = BOUNDS
         shared *= math.exp(-LESS * self.report.longer)
         little = max(math.log(LITTLE) - self.report.grasp, 0.0)
@@ -401,7 +410,7 @@ class QuadraticModel:
 def _slopes(
     gradient: Direction, named: Mapping[str, Direction], along: Mapping[str, Any]
 ) -> list[float]:
-    """Those along all directions; the known ones are not found again."""
+    """The slopes along all directions; those in ``along`` are not computed again."""
     fresh = [name for name in named if along.get(name) is None]
     found = dots(gradient, [named[name] for name in fresh]) if fresh else []
     known = {**along, **dict(zip(fresh, found))}
@@ -409,5 +418,5 @@ def _slopes(
 
 
 def _gain(part: float) -> float:
-    """What a part of the natural step lowers the loss by, for a slope of one along the whole."""
+    """How much a part of the natural step lowers the loss, if the slope along the whole natural step is one."""
     return part * (1 - part / 2)

@@ -1,4 +1,4 @@
-"""What a criterion was called on, found again in what the model returned."""
+"""Finds the tensor that a criterion was called on among the outputs of the model."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ from torch import Size, Tensor
 
 
 class Reading(NamedTuple):
-    """The criterion's output as a function of the model's outputs: one of them, or a view or a copy of it.
+    """How the criterion's output follows from the model's outputs: it is output ``number``, or a view or copy of it.
 
-    ``strides`` is the place of a view in its tensor's memory, strides and offset, for a tensor of strides ``layout``:
-    another kernel may lay it out otherwise. A copy has none; it keeps the order of the elements, or brings the second
-    dimension (channels) to the end first.
+    For a view, ``strides`` has its strides and its offset in the memory of that output, whose own strides are ``layout``:
+    in a replay another kernel may lay the output out differently. For a copy ``strides`` is ``None``: it has the output's
+    elements in the same order, or, with ``channels_last``, after the second dimension was moved to the end.
     """
 
     number: int
@@ -27,9 +27,9 @@ class Reading(NamedTuple):
     def find(
         output: Tensor, candidates: Sequence[Tensor], versions: Sequence[int]
     ) -> Reading | None:
-        """How ``output`` can be read off one of the candidates, or ``None``.
+        """How ``output`` follows from one of the candidates, or ``None``.
 
-        A candidate that has been written to since it had its ``version`` is none.
+        Candidates that were written to since their ``versions`` were taken are left out.
         """
         memory = output.untyped_storage().data_ptr()
         numbered = [(i, y) for i, y in enumerate(candidates) if y._version == versions[i]]
@@ -46,7 +46,7 @@ class Reading(NamedTuple):
         return None
 
     def of(self, outputs: Sequence[Tensor], share: float = 1.0) -> Tensor:
-        """The same of other outputs, of the first ``share`` of the samples."""
+        """The criterion's output for other ``outputs`` of the model, which hold a ``share`` of the samples."""
         y = outputs[self.number]
         rows = round(self.shape[0] * share)
         if self.strides is not None:

@@ -1,9 +1,9 @@
-"""The minibatch once more: how the outputs move when the parameters do.
+"""Runs the model on the minibatch again, to see how its outputs change when the parameters do.
 
 A :class:`Replay` keeps the minibatches of a model until the optimizer's step, runs the model on a share of each again
 and takes the derivatives of the outputs along given directions by forward-mode differentiation, or by differences where
-an operation has no forward mode. The model runs as it did then (dropout masks, autocast), and leaves its buffers (a
-batch norm's statistics) and the random state as they are now.
+an operation has no forward mode. The model runs as it did the first time (dropout masks, autocast), and its buffers (a
+batch norm's statistics) and the random state are not changed.
 """
 
 from __future__ import annotations
@@ -33,23 +33,24 @@ from quasidiag.probe import Hook, Loan, Loans, Outside, below, leaf, reaches, te
 
 Moved = tuple[Tensor, Tensor, list[Tensor]]
 
-#: So many numbers of a minibatch's outputs become float64 at a time on a CPU: new memory costs more than arithmetic.
+#: On a CPU so many numbers of the outputs are converted to float64 at a time: new memory costs more than arithmetic.
 AT_ONCE = 2**16
-#: In one of so many forward passes it is looked whether the model draws from generators that are not torch's, because to
-#: read their states takes longer than all else here. (Models may be called in turns, of no such number.) A model that ever
-#: did has them recorded in all.
+#: In one of so many forward passes it is checked whether the model draws from generators that are not torch's: reading
+#: their states takes longer than all else here. The number is prime, so that calls that repeat in a cycle are all checked
+#: sooner or later. Once a model was seen to draw from them, their states are recorded in every pass.
 LOOK = 47
-#: Relative: a total of weights that is negative by no more than this is none.
+#: A negative total of weights is taken for zero if it is less than this, relative to the sum of their absolute values.
 ROUNDING = 1e-6
-#: What a model says, besides a ``RuntimeError``, of an input that does not fit.
+#: What a model may raise, besides a ``RuntimeError``, if an input does not fit.
 UNFIT = ValueError, IndexError, TypeError
 
 
 @dataclass(eq=False)
 class Batch:
-    """A call and what the criterion said of its output; ``weight`` is the loss's part in what was backpropagated.
+    """A call of the model and the criterion's call on its output.
 
-    ``values`` are its losses in float64, of a part of the samples or all of them, as far as they were asked for.
+    ``weight`` is the factor of this loss in what was backpropagated, ``None`` before. ``values`` has the losses in
+    float64 that were computed so far, by the part of the samples (``None`` for all).
     """
 
     call: Call
@@ -63,36 +64,37 @@ class Batch:
 
     @property
     def intact(self) -> bool:
-        """Whether nobody has written into the arguments, the outputs or the target since."""
+        """Whether arguments, outputs and target have not been written to since the forward pass."""
         arguments = versions(self.call.arguments) == self.call.entered
         outputs = [x._version for x in self.call.outputs] == self.call.versions
         return arguments and outputs and versions(self.target) == self.version
 
     def targets(self, part: Part | None) -> Tensor:
-        """Those of a part of the samples."""
+        """The targets of a part of the samples, or of all."""
         return self.target if part is None else part.rows(self.target)
 
 
 class Replay:
-    """Remembers the calls of ``model`` in training and what ``criterion`` said of their outputs.
+    """Remembers the calls of ``model`` in training mode, and the calls of ``criterion`` on their outputs.
 
-    Only what went into the gradients that the ``parameters`` have now counts: where none has one (zeros are one), a
-    backward pass begins anew. What was not backpropagated is the graph's, and goes when the graph does.
+    Only minibatches that are part of the current gradients of ``parameters`` count: a backward pass that finds every
+    ``.grad`` to be ``None`` (not zeros) starts anew. A minibatch that was not backpropagated is held by its graph alone,
+    and is freed with it.
     """
 
     def __init__(
         self, model: nn.Module, criterion: OutputModel, parameters: Sequence[Tensor]
     ) -> None:
         self.model, self.criterion, self.parameters = model, criterion, parameters
-        #: How the derivatives are taken: the first of ``fast``, ``plain`` (kernels) and ``differences`` that works.
+        #: How derivatives are taken, the first that works: ``fast`` or ``plain`` (kernels) in forward mode, ``differences``.
         self.mode = "fast"
-        #: Whether the model can be run on a part of the samples, once that was tried.
+        #: Whether the model can be run on a part of the samples; ``None`` until that was tried.
         self.divisible: bool | None = None
         self._calls, self._judgements = Loans(), Loans()
-        #: The last call, whose outputs may be no part of any graph.
+        #: The last call, kept alive here because its outputs may have no graph to hold it.
         self._last: Loan | None = None
         self._around: tuple[Surroundings, list[int]] | None = None
-        #: Whether the model was ever seen to draw from a generator that is not torch's, and in how many passes.
+        #: Whether the model was ever seen to draw from a generator that is not torch's; the number of its passes so far.
         self._foreign, self._passes = False, 0
         self._used: list[Batch] = []
         self._pass, self._witness = -1, Witness()
@@ -109,7 +111,7 @@ class Replay:
         self._around, self._last, self._used = None, None, []
 
     def restart(self) -> None:
-        """Drop what was backpropagated, until it is once more; forward passes may still be waiting for theirs."""
+        """Forget which minibatches were backpropagated; those of forward passes without a backward pass yet are kept."""
         for batch in self._used:
             batch.weight = None
         self._used = []
@@ -152,7 +154,7 @@ class Replay:
         if reading is None and not self._concerns(judged):
             return  # another model's output
         if reading is not None and output.dtype != call.outputs[reading.number].dtype:
-            output = reading.of(call.outputs)  # rounded, it would not be like what is found again
+            output = reading.of(call.outputs)  # as a replay gives it, without a cast's rounding
         batch = Batch(call, reading, output, target, versions(target), loss.detach().clone())
         loan = self._judgements.lend((batch, judged))
 
@@ -164,13 +166,16 @@ class Replay:
         loss.register_hook(Outside(backpropagated))
 
     def _count(self, batch: Batch, weight: Tensor) -> None:
-        """A minibatch is backpropagated, perhaps once more."""
+        """Note that a minibatch was backpropagated with this weight, on top of what it had."""
         if batch not in self._used:
             self._used.append(batch)
         batch.weight = weight if batch.weight is None else batch.weight + weight
 
     def _begin(self) -> None:
-        """A backward pass is under way; at its first loss, what is gone from the gradients is dropped."""
+        """At the first loss of a backward pass: if no parameter has a gradient, forget earlier backward passes.
+
+        The witness looks at the gradients when it ends.
+        """
         now = torch._C._current_graph_task_id()
         if now != self._pass:
             self._pass = now
@@ -179,7 +184,7 @@ class Replay:
             _at_the_end(lambda: _at_the_end(self._saw))
 
     def _saw(self) -> None:
-        """The gradients are what the backward pass has made of them."""
+        """Show the witness the gradients at the end of a backward pass."""
         weights = (batch.weight for batch in self._used if batch.weight is not None)
         self._witness.see(self.parameters, weights)
 
@@ -189,7 +194,7 @@ class Replay:
         return any(id(leaf(node)) in own for node in below(output))
 
     def check(self) -> None:
-        """There is a minibatch to replay, for the step that begins."""
+        """Before a step: raise unless there are minibatches and they can be replayed."""
         self._witness.look_again()
         if not self._used:
             raise RuntimeError(
@@ -217,7 +222,7 @@ class Replay:
             )
 
     def weighted(self) -> list[tuple[float, Batch]]:
-        """The minibatches of this step and the weight of each in the loss, a gradient scaler's factor taken out."""
+        """The minibatches of this step, each with its weight in the loss, without a gradient scaler's factor."""
         used = self._used
         weights = [float(batch.weight) for batch in used if batch.weight is not None]
         largest: dict[Call, float] = {}
@@ -263,7 +268,7 @@ class Replay:
         return part if self.divisible else None
 
     def _tried(self, batch: Batch, part: Part) -> Tensor | None:
-        """The output of a part as the model is, or ``None`` if it will not run on it."""
+        """The output for a part of the samples at the current parameters; ``None`` if the model does not run on it."""
         try:
             return self._run(batch, {}, part)
         except torch.cuda.OutOfMemoryError:
@@ -272,9 +277,9 @@ class Replay:
             return None
 
     def _independent(self, batch: Batch, part: Part) -> bool:
-        """Whether a part of the samples gives that part of the outputs, but for what happens in training mode only.
+        """Whether a part of the samples, run alone in eval mode, gives the outputs that it has among all samples.
 
-        It does not where samples see each other, or where the first dimension of input or output is not theirs.
+        Not so where samples depend on each other, or where they are not the first dimension of inputs and outputs.
         """
         training = [module for module in self._module.modules() if module.training]
         try:
@@ -296,7 +301,7 @@ class Replay:
         output, target = batch.output, batch.target
         part = self._part(batch, share)
         if part is not None:
-            # As many rows of the output as there would be, without a copy of them: it is targets that count.
+            # Only the number of rows and the targets matter here, so any rows of the output do, without a copy.
             output = output[: len(output) // part.samples * part.kept]
             target = part.rows(target)
         return int(self.criterion.terms(output, target))
@@ -304,8 +309,8 @@ class Replay:
     def values(self, batch: Batch, start: Direction, share: float = 1.0) -> tuple[Tensor, Tensor]:
         """The loss of a share of a minibatch as it was, and with the parameters ``start`` in the place of the model's.
 
-        In float64 from the outputs on: a loss has constants, which in float32 would hide what a small step does. Of a
-        part neither loss is known, and both are found alike: masks and statistics are its own.
+        In float64 from the outputs on: the constants in a loss would, in float32, hide what a small step does. For a part
+        of the samples both losses are computed anew, because its dropout masks and batch statistics are not those of all.
         """
         part = self._part(batch, share)
         now = self._now(batch, part)
@@ -316,7 +321,7 @@ class Replay:
         return now, self._loss(self._run(batch, start, part), batch.targets(part), start)
 
     def _now(self, batch: Batch, part: Part | None) -> Tensor | None:
-        """The loss of a part as it was, which a step asks for several times; ``None`` if the model will not run on it."""
+        """The loss of a part as it was, computed once and then kept; ``None`` if the model does not run on that part."""
         if part not in batch.values:
             output = batch.output if part is None else self._tried(batch, part)
             if output is None:
@@ -325,7 +330,7 @@ class Replay:
         return batch.values[part]
 
     def _loss(self, output: Tensor, target: Tensor, parameters: Direction) -> Tensor:
-        """On a CPU a part of the samples at a time, each counting for as many terms as it has."""
+        """The criterion in float64, with ``parameters`` in the place of its own; on a CPU in pieces, weighted by terms."""
         own: dict[Tensor, Tensor] = {
             p: parameters.get(p, p).detach().double() for p in self.criterion.parameters()
         }
@@ -343,15 +348,15 @@ class Replay:
             return torch.stack(found).sum() / sum(terms) if found else loss(output, target)
 
     def loss(self) -> float:
-        """What the minibatches of this step came to."""
+        """The loss of this step: the sum over its minibatches, each with its weight."""
         return sum(weight * float(batch.loss) for weight, batch in self.weighted())
 
     def least(self, batch: Batch) -> float:
-        """No less can the loss of a minibatch be."""
+        """The least value that the loss of a minibatch can have, constants included."""
         return self.criterion.least_of(batch.output)
 
     def above_least(self) -> float:
-        """How far that is above the least that it could be."""
+        """How far the loss of this step is above the least value that it could have (``criterion.least``)."""
         least = self.criterion.least
         return sum(weight * (float(batch.loss) - least) for weight, batch in self.weighted())
 
@@ -360,23 +365,23 @@ class Replay:
         return sum(len(batch.target) for batch in self._used)
 
     def size(self) -> int:
-        """How many terms the losses of this step's minibatches are the means of; of those of one call, the most."""
+        """The number of terms in the losses of this step; of several losses on one call, the one with the most counts."""
         most: dict[Call, int] = {}
         for batch in self._used:
             most[batch.call] = max(most.get(batch.call, 0), self.terms(batch))
         return sum(most.values())
 
     def classes(self) -> int:
-        """Of how many the targets of this step are."""
+        """The number of classes that the targets of this step are chosen from; 1 if there are no classes."""
         return max((self.criterion.classes(batch.output) for batch in self._used), default=1)
 
     def fingerprint(self) -> float:
-        """What tells the data of this step from others'."""
+        """A number for the data of this step (:mod:`quasidiag.auto.fingerprint`)."""
         return fingerprint((b.target, [*tensors(b.call.arguments)]) for b in self._used)
 
     @property
     def _module(self) -> nn.Module:
-        """The model itself, without what was put around it for speed or for several ranks."""
+        """The model itself, without the wrappers of ``torch.compile`` and DDP."""
         model: Any = self.model
         while isinstance(model, nn.parallel.DistributedDataParallel) or hasattr(model, "_orig_mod"):
             model = getattr(model, "_orig_mod", None) or model.module
@@ -385,7 +390,7 @@ class Replay:
     def _run(
         self, batch: Batch, parameters: Direction, part: Part | None = None, full: bool = False
     ) -> Tensor:
-        """The output as the criterion reads it, with these parameters in the place of the model's."""
+        """The output as the criterion reads it, with these parameters in the place of the model's; ``full``: no autocast."""
         assert batch.reading is not None
         arguments = batch.call.arguments
         args, kwargs = arguments if part is None else part.of(arguments)
@@ -429,13 +434,13 @@ class Replay:
 
 
 def _at_the_end(call: Callable[[], None]) -> None:
-    """Of the backward pass under way; once more at its end, and it is after what other ranks have to say."""
+    """Queue a call for the end of the current backward pass; queued from such a call, it comes after DDP's averaging."""
     torch.autograd.Variable._execution_engine.queue_callback(Outside(call))
 
 
 @contextmanager
 def _plain_kernels() -> Iterator[None]:
-    """Slower ones, made of operations that have a forward mode."""
+    """Use slower kernels, made of operations that have a forward mode."""
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="TF32")  # said whenever a flag of oneDNN is set
         with (
@@ -450,7 +455,7 @@ def _plain_kernels() -> Iterator[None]:
 def _standing_in(
     module: nn.Module, parameters: Direction, copy: Callable[[Tensor], Tensor] = Tensor.clone
 ) -> Iterator[None]:
-    """Other tensors in the place of parameters, and a copy of each buffer, wherever a module has them."""
+    """Put ``parameters`` in the place of a module's own, and a copy in the place of each buffer, in all its submodules."""
     copies: dict[Tensor, Tensor] = {}
     places: list[tuple[dict[str, Any], str, Tensor, Tensor]] = []
     for inner in module.modules():
@@ -471,5 +476,5 @@ def _standing_in(
 
 
 def _doubled(buffer: Tensor) -> Tensor:
-    """A copy in float64, if it is not of integers."""
+    """A copy, in float64 unless it holds integers."""
     return buffer.to(torch.float64 if buffer.is_floating_point() else buffer.dtype, copy=True)

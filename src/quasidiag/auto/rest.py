@@ -1,15 +1,15 @@
-r"""Between the steps: the parameters at rest are an average of where the steps led.
+r"""The parameters at rest, between two steps: an average of those that training visits.
 
-Steps of the same strength in all directions do not get shorter near the bottom of a valley: they cross it, to and fro. So
-the places :math:`z` that training comes to are averaged,
+Steps of the same strength in all directions do not get shorter near the bottom of a valley: they cross it back and forth.
+So the parameters :math:`z` that training comes to are averaged,
 
 .. math:: x ← x + \tfrac1w (z - x),
 
 and :math:`x` is what the model holds between two steps, when it is evaluated or saved. A forward pass in training begins
-by moving ahead to :math:`z = x + e`, and a step that moved by :math:`δ` ends by coming back:
-:math:`e ← (1 - \tfrac1w)(e + δ)`, :math:`x = z - e`. A parameter that somebody else has changed in between (clamped,
-masked, loaded) stays where it was put, and training goes on from there. Steps that are taken back never were: :math:`e`
-is then again what it was when they began.
+by moving ahead to :math:`z = x + e`, and a step that moved by :math:`δ` ends by returning to rest:
+:math:`e ← (1 - \tfrac1w)(e + δ)`, :math:`x = z - e`. A parameter that is changed in between (clamped, masked, loaded)
+stays where it was put, and training goes on from there. Steps that are undone leave no trace: the offset :math:`e`
+is then again what it was before them.
 """
 
 from __future__ import annotations
@@ -26,21 +26,22 @@ from quasidiag.auto.directions import before_way, gathered
 if TYPE_CHECKING:
     from quasidiag.optimizer import Riemannian
 
-#: The average is one over the last one in so many of all steps so far, and over so many at most.
+#: The average reaches back over the last one in ``PART`` of all steps so far, and over ``MOST`` of them at most.
 PART, MOST = 7, 30.0
-#: What is kept of a parameter that has another place to be.
+#: State of an averaged parameter: :math:`e`, its copy at the last measurement, whether it is at :math:`z`, its norm at
+#: rest, and whether that norm was loaded.
 KEPT = ("apart", "mark", "ahead", "norm", "loaded")
-#: Two processors may find norms of the same numbers that differ by this part.
+#: Relative difference of norms of the same numbers, from another machine or another order of summation.
 ROUNDING = 1e-6
 
 
 def window(steps: int) -> float:
-    """Over about how many places the average goes, after so many steps; at first there is but one."""
+    """The number :math:`w` of steps that the average reaches back over, after ``steps`` steps; 1 at first."""
     return min(max(steps / PART, 1.0), MOST)
 
 
 def keep(optimizer: Riemannian) -> float:
-    """What the next step leaves of :math:`e + δ`."""
+    """The factor :math:`1 - 1/w` of :math:`e + δ` in the next step."""
     assert optimizer.auto is not None
     return 1 - 1 / window(optimizer.auto.steps + 1)
 
@@ -48,7 +49,7 @@ def keep(optimizer: Riemannian) -> float:
 def aparts(
     optimizer: Riemannian, states: Sequence[dict[str, Any]], parameters: Sequence[Tensor]
 ) -> list[Tensor | None]:
-    """How far parameters that a step moves are from rest; ``None`` if they have no other place to be, or stay."""
+    """The offset :math:`e` of each parameter from rest; ``None`` if it is not averaged, or does not move."""
     still = _still(optimizer)
     return [None if p in still else s.get("apart") for p, s in zip(parameters, states)]
 
@@ -68,9 +69,9 @@ def begin_(
     moved: Sequence[Tensor],
     keep: float,
 ) -> None:
-    """Parameters that a step has moved have another place to be from now on.
+    """Start averaging parameters that a step has moved for the first time.
 
-    One of low precision would not find its way back, and has none.
+    Not those of low precision, which could not return to exactly where they were.
     """
     if not (optimizer.averaged and keep):
         return
@@ -82,12 +83,12 @@ def begin_(
 
 
 def _still(optimizer: Riemannian) -> set[Tensor]:
-    """What does not move, because its factor is zero."""
+    """The parameters that do not move because their ``lr`` is zero."""
     return {p for g in optimizer.param_groups if not float(g["lr"]) for p in g["params"]}
 
 
 def correct_(optimizer: Riemannian, p: Tensor, moved: Tensor) -> None:
-    """The step that has just been taken led elsewhere, by so much."""
+    """Correct the offset of a parameter that was moved by ``moved`` after the step just taken (into its bounds)."""
     assert optimizer.auto is not None
     if "apart" in optimizer.state[p]:
         optimizer.state[p]["apart"].add_(moved, alpha=1 - 1 / window(optimizer.auto.steps))
@@ -96,7 +97,8 @@ def correct_(optimizer: Riemannian, p: Tensor, moved: Tensor) -> None:
 def lead_(optimizer: Riemannian) -> None:
     """Move ahead to where training is, :math:`z = x + e`.
 
-    As ``data``: graphs of the parameters at rest (a penalty on weights, say) may be waiting for the same backward pass.
+    It writes to ``p.data``, unnoticed by autograd, because graphs of the parameters at rest (of a penalty on weights, say)
+    may be waiting for the same backward pass.
     """
     found = _of(optimizer, ahead=False)
     if not found:
@@ -106,14 +108,15 @@ def lead_(optimizer: Riemannian) -> None:
         state["ahead"] = True
         if not same[p]:
             state.pop("mark", None)
-        if not optimizer.averaged:  # but whoever saved this state did
+        if not optimizer.averaged:  # the state is from an optimizer that averages
             forget_(state)
 
 
 def _led_(found: dict[Tensor, dict[str, Any]]) -> dict[Tensor, bool]:
-    """Parameters move by how far they are apart, which is nothing for those that are not as they were left: which are.
+    """Move parameters by :math:`e`, and return which of them are as they were left; the others get :math:`e = 0`.
 
-    Norms that a kernel has found are floats. Others sum in another order, and may differ by rounding.
+    Norms that are floats were found by a kernel. If torch compares them, which sums in another order, they may differ by
+    rounding.
     """
     allowed = {p: ROUNDING if s.pop("loaded", False) else 0.0 for p, s in found.items()}
     quick = {p: s for p, s in found.items() if isinstance(s["norm"], float)}
@@ -135,13 +138,13 @@ def _led_(found: dict[Tensor, dict[str, Any]]) -> dict[Tensor, bool]:
 
 
 def places(optimizer: Riemannian) -> dict[Tensor, Tensor]:
-    """Where parameters that are ahead have their rest."""
+    """The averaged values :math:`x = z - e` of the parameters that are ahead, at :math:`z`."""
     apart = {p: state["apart"] for p, state in _of(optimizer, ahead=True).items()}
     return before_way(apart) if apart else {}
 
 
 def mark_(optimizer: Riemannian) -> None:
-    """Keep how far parameters are from rest: the steps that follow may be taken back."""
+    """Keep a copy of the offsets :math:`e`, because the steps that follow may be undone."""
     states = [*_of(optimizer, ahead=True).values()]
     for state in states:
         if "mark" not in state:
@@ -151,7 +154,7 @@ def mark_(optimizer: Riemannian) -> None:
 
 
 def back_(state: dict[str, Any]) -> None:
-    """Have the rest again that was there at the mark; without one, a parameter was where training was."""
+    """Restore the offset that :func:`mark_` kept; a parameter without one had no offset from rest."""
     if "mark" in state:
         state["apart"].copy_(state["mark"])
     else:
@@ -159,13 +162,13 @@ def back_(state: dict[str, Any]) -> None:
 
 
 def forget_(state: dict[str, Any]) -> None:
-    """Let a parameter be where it is."""
+    """Stop averaging a parameter, and leave it where it is."""
     for key in KEPT:
         state.pop(key, None)
 
 
 def settle_(optimizer: Riemannian) -> None:
-    """Come to rest, :math:`x = z - e`."""
+    """Return to rest, :math:`x = z - e`."""
     found = _of(optimizer, ahead=True)
     if not found:
         return
@@ -180,7 +183,7 @@ def settle_(optimizer: Riemannian) -> None:
 
 
 def _of(optimizer: Riemannian, ahead: bool) -> dict[Tensor, dict[str, Any]]:
-    """What has another place to be, and its state; one that is frozen, or has gone to another device, stays."""
+    """The averaged parameters that are ``ahead`` or not, with their state; not those frozen or gone to another device."""
     every = ((p, optimizer.state.get(p, {})) for p in optimizer._group if p.requires_grad)
     return {
         p: state
@@ -190,14 +193,14 @@ def _of(optimizer: Riemannian, ahead: bool) -> dict[Tensor, dict[str, Any]]:
 
 
 def _as_left(data: Sequence[Tensor], norms: Sequence[Any], allowed: Sequence[float]) -> list[bool]:
-    """Which are as they were. Their norm tells: what is written into ``data`` leaves no other trace."""
+    """Which tensors have the norms that they were left with: a change of ``p.data`` shows in nothing else."""
     both = gathered([*torch._foreach_norm([*data]), *map(torch.as_tensor, norms)])
     now, left = both.view(2, -1).tolist()
     return [abs(a - b) <= part * b for a, b, part in zip(now, left, allowed)]
 
 
 def loaded_(states: Iterable[dict[str, Any]]) -> None:
-    """These were saved, and perhaps on another machine."""
+    """Note that these states were loaded: their norms may be from another machine, and differ by rounding."""
     for state in states:
         if "norm" in state:
             state["loaded"] = True

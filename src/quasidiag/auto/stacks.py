@@ -1,7 +1,7 @@
-r"""Layers of one shape, one upon the other: what a step does to each of them, it does to all at once.
+r"""Layers of one shape, stacked into one tensor, so that a step computes them all at once.
 
-A network of many layers has few shapes. On a device a step is made of calls as much as of numbers, so the numbers of
-layers that are alike go into one tensor, ``[layers, units, inputs]``, and each call is made once.
+A network of many layers has few shapes, and on a device calls cost as much time as numbers. So the numbers of layers of
+one shape go into one tensor, ``[layers, units, inputs]``, and each call is made once for all of them.
 """
 
 from __future__ import annotations
@@ -17,12 +17,12 @@ from quasidiag.moments import cast
 from quasidiag.root import Root
 from quasidiag.sums import dtype_of
 
-#: Layers of more numbers than these stay alone unless somebody says otherwise: their copies would take longer than calls.
+#: Larger layers stay alone unless ``foreach`` is ``True``: copying them would take longer than calls of their own.
 LARGEST = {"cpu": 2**14, "cuda": 2**22}
 
 
 class KeptRoot(NamedTuple):
-    """The root of a metric, also layer by layer; what it is the root of, and how often that had been written to then."""
+    """The root of a stack's metric, also for ``each`` layer, and what tells whether the metric has changed since."""
 
     root: Root
     each: list[tuple[DiagonalBlock, Root]]
@@ -31,12 +31,12 @@ class KeptRoot(NamedTuple):
     versions: list[int]
 
     def holds(self, homes: list[Any]) -> bool:
-        """Whether it still is."""
+        """Whether the metric is still the one that this is the root of."""
         return homes == self.homes and [m._version for m in self.moments] == self.versions
 
 
 class Stack:
-    """Layers of one shape whose units have a root each."""
+    """Layers of one shape, whose metric has a root (:mod:`quasidiag.root`)."""
 
     def __init__(self, blocks: Sequence[DiagonalBlock]) -> None:
         self.blocks = blocks
@@ -44,11 +44,11 @@ class Stack:
 
     @property
     def mixes(self) -> bool:
-        """Whether they are matrices: units that see the same inputs."""
+        """Whether the layers' gradients are matrices: all units see the same inputs."""
         return self.blocks[0].mixes
 
     def rows(self, tensors: Sequence[Sequence[Tensor]]) -> list[Tensor]:
-        """Tensors shaped like each layer's parameters, the bias first: ``[layers, units(, inputs)]``."""
+        """Stack tensors shaped like each layer's parameters, the bias first: ``[layers, units(, inputs)]`` each."""
         each = [block.rows_of(layer) for block, layer in zip(self.blocks, tensors)]
         return [stacked(parts) for parts in zip(*each)]
 
@@ -61,11 +61,11 @@ class Stack:
         return self._known(state).root
 
     def roots_of(self, state: State) -> list[tuple[DiagonalBlock, Root]]:
-        """The same, layer by layer."""
+        """The roots of the layers, one by one."""
         return self._known(state).each
 
     def _known(self, state: State) -> KeptRoot:
-        """It is kept until the metric changes."""
+        """The root, computed anew only if the metric has changed."""
         homes = [(*_home(state[block.home]), block.decays) for block in self.blocks]
         kept = self._root
         if kept is None or not kept.holds(homes):
@@ -78,7 +78,7 @@ class Stack:
         return kept
 
     def forms(self, state: State, steps: Sequence[Sequence[Sequence[Tensor]]]) -> Tensor:
-        r"""The products of steps in the metric, :math:`w^⊤ M w'`, of each with each: ``[layers, steps, steps]``."""
+        r"""The products :math:`w^⊤ M w'` of all pairs of steps in the metric, layer by layer: ``[layers, steps, steps]``."""
         root = self.root(state)
         if len(steps) == 1:
             return root.lengths(self.rows(steps[0])).sum(-1).view(-1, 1, 1)
@@ -86,7 +86,7 @@ class Stack:
         return torch.stack([torch.stack([_dots(u, v) for v in us], 1) for u in us], 1)
 
     def strengths(self, state: State) -> Tensor:
-        r"""How long the weights are in the metric, on the average unit: :math:`\sum_i σ_i^2 w_i^2`; 0 if there are none."""
+        r""":math:`ρ^2` of each layer, the mean over units of :math:`\sum_i σ_i^2 w_i^2`; 0 if there are no weights."""
         if self.blocks[0].weight is None:
             return torch.zeros(len(self.blocks), device=self.blocks[0].home.device)
         root = Root(None, None, self.root(state).scale)
@@ -95,7 +95,7 @@ class Stack:
 
 
 class Alone(Stack):
-    """A layer whose units have whole blocks, and no root."""
+    """A layer with the unitwise reduction: its units have full blocks, and no root."""
 
     blocks: Sequence[UnitwiseBlock]
 
@@ -107,18 +107,18 @@ class Alone(Stack):
 
 
 class Stacks:
-    """All layers of an optimizer, those that are alike together; roots are kept from step to step."""
+    """The stacks of an optimizer's layers, kept from step to step together with their roots."""
 
     def __init__(self) -> None:
         self._kept: dict[tuple[DiagonalBlock, ...], Stack] = {}
-        #: In this step, and in the one before it.
+        #: What :meth:`of` was asked for in this step, and in the one before it.
         self._asked: dict[Hashable, list[Stack]] = {}
         self._before: dict[Hashable, list[Stack]] = {}
 
     def of(
         self, blocks: Iterable[DiagonalBlock], state: State, foreach: bool | None = None
     ) -> list[Stack]:
-        """These layers, each in one stack: alone, with those that are alike, or so if it is not large (``None``)."""
+        """These layers in stacks, alike ones together; ``foreach=False`` leaves each alone, ``None`` the large ones."""
         blocks = tuple(blocks)
         asked = blocks, foreach, *(block.home.device for block in blocks)
         found = self._asked.get(asked) or self._before.get(asked)
@@ -137,7 +137,7 @@ class Stacks:
         return self._kept[blocks]
 
     def sweep(self) -> None:
-        """After a step: let go of what it had no use for. Other layers move by now."""
+        """After a step, drop the stacks that it did not use: if the layers that move have changed, so have the stacks."""
         if self._asked:
             used = [stack for found in self._asked.values() for stack in found]
             self._kept = {tuple(stack.blocks): stack for stack in used}
@@ -145,12 +145,12 @@ class Stacks:
 
 
 def _home(state: dict[str, Any]) -> tuple[int, int]:
-    """What changes when a layer's metric does, or when it has another one."""
+    """A key that changes when a layer's metric is updated or replaced."""
     return state["updates"], id(state.get("mii", state.get("m00")))
 
 
 def _key(block: DiagonalBlock, state: State, foreach: bool | None) -> Hashable:
-    """Layers of equal keys go together; one that stays alone is its own."""
+    """Layers of equal keys go into one stack; a layer that stays alone is its own key."""
     home = block.home
     large = foreach is None and home.numel() > LARGEST.get(home.device.type, 0)
     if foreach is False or large or isinstance(block, UnitwiseBlock):
@@ -161,12 +161,12 @@ def _key(block: DiagonalBlock, state: State, foreach: bool | None) -> Hashable:
 def in_order(
     blocks: Sequence[DiagonalBlock], stacks: Sequence[Stack], numbers: Sequence[Tensor]
 ) -> Tensor:
-    """What was found for each layer of each stack, for these layers in turn; in float64 and on the CPU, at one go."""
+    """Numbers found stack by stack, in the order of ``blocks``: in float64 on the CPU, by one copy from the device."""
     found = torch.cat([x.to(numbers[0].device) for x in numbers]).double().cpu()
     of = {block: i for i, block in enumerate(block for stack in stacks for block in stack.blocks)}
     return found[[of[block] for block in blocks]]
 
 
 def _dots(u: Tensor, v: Tensor) -> Tensor:
-    """Row by row. A product of a row and a column is what libraries of matrix products are slowest at."""
+    """The product of each row of ``u`` with that of ``v``; elementwise, as matrix products are slow at single rows."""
     return torch.linalg.vector_norm(u, dim=1).square() if u is v else (u * v).sum(1)
