@@ -1,4 +1,4 @@
-"""The paper's adaptive baseline."""
+"""AdaGrad, the paper's adaptive baseline."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from torch.optim import Optimizer
 
 
 class AdaGrad(Optimizer):
-    r"""AdaGrad with a moving average, as the paper has it (nowadays known as RMSProp).
+    r"""AdaGrad with a moving average, as in the paper (now known as RMSProp).
 
     .. math::
         M &← (1-γ) M + γ v^2 \\

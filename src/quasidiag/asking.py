@@ -1,7 +1,7 @@
-"""Derivatives asked for along the graph: backpropagation to the pre-activations of layers, and no further.
+"""Backpropagation of given vectors to the pre-activations of the watched layers, and no further.
 
-``autograd.grad`` to all layers at once would hold all their derivatives at once. So only the lowest layers are asked
-for, and what lies above them tells as the pass comes by.
+Asking ``autograd.grad`` for all layers would hold all their derivatives in memory at once. So it is asked only for the
+lowest layers; hooks report the derivatives of the layers above as the pass goes by.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from torch.utils.hooks import RemovableHandle
 
 from quasidiag.probe import Deltas, Use, below
 
-#: Nodes of the graph that multiply each number of a derivative by one of their own, the same for every vector.
+#: Autograd nodes of elementwise functions: each multiplies a derivative by a slope that is the same for every vector.
 ELEMENTWISE = {
     f"{name}Backward0"
     for name in ("Sigmoid", "Tanh", "Relu", "Gelu", "Silu", "Softplus", "Elu", "LeakyRelu", "Mish")
@@ -23,12 +23,13 @@ ELEMENTWISE = {
 
 
 class Asking:
-    """Calls ``take(use, deltas)`` for each of ``uses`` that ``output`` depends on, one at a time, in every pass.
+    """Calls ``take(use, deltas)`` once in every pass for each of ``uses`` that ``output`` depends on.
 
-    A layer whose input needs no derivative is a lowest one; so may be others (above parameters that nobody watches),
-    which the first pass shows. A composite layer has several outputs, and waits for all.
+    ``autograd.grad`` is asked for layers whose input needs no derivative and for composite layers, which need the
+    derivatives of all their outputs. The first pass shows which others it must be asked for (layers above parameters
+    that nobody watches).
 
-    Calls that are ``above`` (see :func:`activations`) are asked for there.
+    For uses in ``above`` (see :func:`activations`) the derivative is taken at the output of their activation function.
     """
 
     def __init__(
@@ -64,7 +65,7 @@ class Asking:
         return use.edge.node.register_prehook(hear)
 
     def backpropagate(self, vector: Tensor) -> None:
-        """One pass with this vector at the output."""
+        """Run one backward pass with ``vector`` as the derivative at the output."""
         self._asking = True
         self._ask_for(self._lowest, vector)
         self._asking = False
@@ -86,9 +87,9 @@ class Asking:
 
 
 def activations(output: Tensor, uses: list[Use]) -> dict[Use, Node]:
-    """Of the lowest dense layers whose output goes through an activation and nowhere else, the activation's node.
+    """The activation's autograd node, for each lowest dense layer whose output goes into one activation and nowhere else.
 
-    Where many vectors are to come they can be asked for above it, and its slope be multiplied by once.
+    With many vectors, derivatives can then be taken above the activation and multiplied by its slope once at the end.
     """
     takers: dict[tuple[Node | None, int], list[Node]] = {}
     for node in below(output):

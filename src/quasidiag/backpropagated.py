@@ -1,12 +1,12 @@
 r"""The backpropagated metric (Ollivier 2015): one pass, whatever the number of outputs.
 
-At the output the weights are the diagonal of the Fisher matrix; through a layer and the activation below it they go as
+The weights :math:`m` start as the diagonal of the Fisher matrix at the output. Through a layer and the activation below it,
 
 .. math:: m ← (m W^{∘2}) · f'(z)^2.
 
 Covers feed-forward chains: each layer's input is an elementwise function of the pre-activations of the one before, in
-the same order. The activation's derivative is read off the graph itself, so that it may be any function, and a dropout
-mask is the one that the gradient sees.
+the same order. The derivative :math:`f'(z)` comes from autograd, so the activation may be any elementwise function, and
+dropout has the same mask as for the gradient.
 """
 
 from __future__ import annotations
@@ -29,20 +29,20 @@ def weights(
 ) -> list[Tensor]:
     """The weights ``m`` of each layer's pre-activations, for layers in the order in which they ran.
 
-    An ordinary vector is carried back along with ``m`` and, at the bottom, held against autograd's: a path that is not
-    in the chain (a skip connection, a function that mixes units) would otherwise be missing without a word.
+    An ordinary vector is carried back along with ``m`` and compared with autograd's result at the bottom. Otherwise a
+    path outside the chain (a skip connection, a function that mixes units) would be missed silently.
     """
     delta = _signs(output)
     (true,) = torch.autograd.grad(output, uses[0].edge, delta, retain_graph=True, allow_unused=True)
     if true is None:
         raise TypeError(NO_CHAIN)
-    true = _sketch(true)  # before the weights come, which need the memory
+    true = _sketch(true)  # now, to free its memory for the weights
     m = criterion.fisher(output.detach())
     counted = criterion.counted(output, target)
     if counted is not None:
         m = torch.where(counted, m, 0.0)
     found: list[Tensor] = []
-    upper = delta  # the weight of the layer above, once there is one
+    upper = delta  # a placeholder: from the second layer on, the weight of the layer above
     above: GradientEdge | None = get_gradient_edge(output)
     for use in reversed(uses):
         if not isinstance(use.module, nn.Linear):
@@ -53,7 +53,7 @@ def weights(
         if found:
             m = m @ upper.to(m.dtype).square()
             delta = delta @ upper.to(delta.dtype)
-        own = bool(found)  # not the criterion's, nor kept as another layer's: may be written into
+        own = bool(found)  # then m is a new product that nobody else holds: write into it
         shape = torch.Size([*use.a.shape[:-1], use.module.out_features])
         f = None if above is None else slope(above, use.edge, delta, shape)
         if f is None:
@@ -62,7 +62,7 @@ def weights(
         own = own and torch.promote_types(m.dtype, f.dtype) == m.dtype
         m, delta = (m.mul_(f) if own else m * f).mul_(f), delta.reshape(shape).mul_(f)
         found.append(m)
-        del f  # as large as the layer
+        del f  # it is as large as the layer's output
         above, upper = use.input_edge, use.module.weight.detach()
     if not _close(_sketch(delta), true):
         raise TypeError(NO_CHAIN)
@@ -76,7 +76,7 @@ def _signs(output: Tensor) -> Tensor:
 
 
 def _sketch(x: Tensor) -> Tensor:
-    """Random sums over samples, a few for each unit: where they agree so do the numbers, and they take no room."""
+    """A few random sums over samples for each unit. They are small, and tensors that agree in them are equal."""
     x = x.reshape(-1, x.shape[-1])
     source = torch.Generator(x.device).manual_seed(0)
     return torch.randn(8, len(x), generator=source, dtype=x.dtype, device=x.device) @ x
@@ -85,7 +85,7 @@ def _sketch(x: Tensor) -> Tensor:
 def slope(
     above: GradientEdge, below: GradientEdge, like: Tensor, shape: torch.Size
 ) -> Tensor | None:
-    """The derivative of ``above`` with respect to ``below``, where one is an elementwise function of the other."""
+    """The derivative of ``above`` by ``below``, taken as an elementwise function; ``None`` if it cannot be one."""
     if above == below:
         return like.new_ones(()).expand(shape)
     ones = like.new_ones(()).expand_as(like)
@@ -94,7 +94,7 @@ def slope(
 
 
 def _close(one: Tensor, other: Tensor) -> bool:
-    """Equal up to rounding; what is not finite is the optimizer's to report."""
+    """Whether the two are equal up to rounding. Differences that are not finite pass: the optimizer reports those."""
     error, size = (one - other).norm(), other.norm()
     tolerance = min(0.1, 10 * torch.finfo(other.dtype).eps ** 0.5)
     return bool(error <= tolerance * size) or not bool(error.isfinite())

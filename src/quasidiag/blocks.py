@@ -1,8 +1,8 @@
 """The units of one layer: which parameters form their blocks, and the metric that is kept for them.
 
 The metric lives in the optimizer's own state: ``state[bias]["m00"]``, ``state[weight]["m0i"]`` and
-``state[weight]["mii"]``, each in its parameter's shape, measured from the point ``state[weight]["shift"]``.
-One class a reduction.
+``state[weight]["mii"]``, each in its parameter's shape. They are the moments of ``a - shift``, with the activity ``a`` and
+``state[weight]["shift"]``. There is one class for each reduction.
 """
 
 from __future__ import annotations
@@ -24,12 +24,12 @@ from quasidiag.moments import Moments, recentre, smallest
 State = Mapping[Tensor, dict[str, Any]]
 Tensors = Sequence[Tensor]
 
-#: Every so many metric updates the shift follows the activities, and moments too small to matter become zero.
+#: Every this many metric updates, the shift moves to the mean activity and moments too small to matter become zero.
 TIDY_EVERY = 64
 
 
 class Update(NamedTuple):
-    """A minibatch's part in the metric: :meth:`DiagonalBlock.accumulate_`'s arguments."""
+    """What a minibatch adds to the metric: the arguments of :meth:`DiagonalBlock.accumulate_`, but for the state."""
 
     module: nn.Module
     a: Tensor
@@ -39,11 +39,11 @@ class Update(NamedTuple):
 
 
 class DiagonalBlock:
-    """Keeps ``m00`` and ``mii``; also what a layer without a bias (or with a frozen one) comes to."""
+    """The diagonal reduction: keeps ``m00`` and ``mii``. Quasi-diagonal layers without a trained bias use it as well."""
 
-    #: Bounds relative to the unit's and the layer's mean (``reductions.safeguarded``), where there are any.
+    #: Bounds relative to the unit's and the layer's mean (``reductions.safeguarded``), or ``None`` for no bounds.
     safeguard: tuple[float, float, float] | None = None
-    #: The weight decay of each parameter, where that is a part of the loss (:mod:`quasidiag.auto.penalty`).
+    #: The weight decay of each parameter if it is part of the loss (:mod:`quasidiag.auto.penalty`), else empty.
     decays: tuple[float, ...] = ()
 
     def __init__(
@@ -60,11 +60,11 @@ class DiagonalBlock:
         self.parameters = [p for p in (bias, weight) if p is not None]
         #: The parameter whose state counts the updates, and whose param group sets gamma and eps.
         self.home = self.parameters[-1]
-        #: Completes a sum over units; some may be on other ranks (:mod:`quasidiag.sharding`).
+        #: Turns a sum over this rank's units into one over all ranks' units (:mod:`quasidiag.sharding`).
         self.add_up: Callable[[Tensor], Tensor] = _as_is
 
     def start(self, state: State, a: Tensor, dtype: torch.dtype, identity: bool) -> None:
-        """Make room for the metric: zeros, or the identity matrix."""
+        """Create the metric in ``state``: zeros, or the identity matrix if ``identity``."""
         state[self.home]["updates"] = 0
         for parameter, key in ((self.bias, "m00"), (self.weight, "mii")):
             if parameter is not None:
@@ -72,13 +72,13 @@ class DiagonalBlock:
                 state[parameter][key] = full.detach()
 
     def kept(self, state: State) -> Moments:
-        """The moments as they are stored."""
+        """The moments as stored, of ``a - shift``."""
         weight = {} if self.weight is None else state[self.weight]
         bias = {} if self.bias is None else state[self.bias]
         return Moments(bias.get("m00"), weight.get("m0i"), weight.get("mii"))
 
     def moments(self, state: State) -> Moments:
-        """The averages so far, of the activities themselves."""
+        """The averages so far, of the activities ``a`` themselves."""
         return self.kept(state)
 
     def accumulate_(
@@ -103,11 +103,11 @@ class DiagonalBlock:
         adapter.accumulate_(module, into, a, w, keep, gain)
 
     def _shift(self, state: State) -> Tensor | None:
-        """The point from which the moments are measured, if it is not zero."""
+        """The point that is subtracted from the activities, or ``None`` where there is none."""
         return None if self.weight is None else state[self.weight].get("shift")
 
     def finish_update(self, state: State) -> None:
-        """Count the update and, now and then, tidy the moments."""
+        """Count the update and, every :data:`TIDY_EVERY` updates, tidy the moments."""
         state[self.home]["updates"] += 1
         if state[self.home]["updates"] % TIDY_EVERY == 0:
             self.tidy_(state)
@@ -129,7 +129,7 @@ class DiagonalBlock:
 
     @cached_property
     def kind(self) -> Hashable | None:
-        """Blocks of equal kind can be solved together; one of no kind is solved alone."""
+        """Blocks of equal ``kind`` can be solved together; a block whose kind is ``None`` is solved alone."""
         return (type(self),)
 
     @classmethod
@@ -141,7 +141,7 @@ class DiagonalBlock:
         eps: float,
         floor: float | None,
     ) -> list[list[Tensor]]:
-        """:meth:`solve` for blocks of one kind, their numbers in a row."""
+        """:meth:`solve` for blocks of one kind, concatenated."""
         kept = [m.flatten() for block in blocks for m in block._bounded(state)]
         v = torch.cat([v.flatten() for pair in gradients for v in pair])
         w = reductions.diagonal(torch.cat(kept), v, eps=eps, floor=floor)
@@ -151,13 +151,13 @@ class DiagonalBlock:
     def solve_part(
         self, state: State, gradients: list[Tensor], eps: float, floor: float | None
     ) -> list[Tensor]:
-        """As :meth:`solve` when not all parameters move (one was frozen since): the diagonal is what is left."""
+        """As :meth:`solve` if some parameters have no gradient (frozen later): each by its diagonal alone."""
         m00, _, mii = self.moments(state)
         kept = [m for m in (m00, mii) if m is not None]
         return [reductions.diagonal(m, v, eps=eps, floor=floor) for m, v in zip(kept, gradients)]
 
     def _bounded(self, state: State) -> list[Tensor]:
-        """The moments as the solve takes them."""
+        """The moments as the solve uses them: stored ones with the :attr:`safeguard` added."""
         kept = [m for m in self.kept(state) if m is not None]
         if self.safeguard is None:
             return kept
@@ -170,43 +170,43 @@ class DiagonalBlock:
         ]
 
     def _decaying(self, moments: Tensors) -> list[Tensor]:
-        """With the curvature of the weight decay, which is the metric of what has no other."""
+        """``moments`` plus the curvature of the weight decay, which is all there is where they are zero."""
         if not any(self.decays):
             return [*moments]
         return [m + decay for m, decay in zip(moments, self.decays)]
 
     @cached_property
     def plain(self) -> bool:
-        """Whether it is a dense layer's, whose weights are ``[units, inputs]`` as they are."""
+        """Whether this is a dense layer's block, whose weight is stored as ``[units, inputs]``."""
         dense = self.weight is not None and self.weight.dim() == 2
         return dense and type(self.adapter) is LinearAdapter
 
     @cached_property
     def mixes(self) -> bool:
-        """Whether the units see the same inputs, so that a gradient of theirs is one matrix."""
+        """Whether all units see the same inputs, so that the gradient is one matrix, units by inputs."""
         return self.weight is not None and self.adapter.mixes(self.module)
 
     @cached_property
     def units(self) -> int:
-        """How many there are; those of a table are its columns."""
+        """The number of units; those of a lookup table are its columns."""
         return len(self.rows_of([p.detach() for p in self.parameters])[-1])
 
     @classmethod
     def root(cls, blocks: Sequence[Any], state: State) -> roots.Root:
-        """The coordinates in which the metrics of layers of one shape are the identity matrix (:mod:`quasidiag.root`)."""
+        """The roots of the metrics of ``blocks``, layers of one shape, stacked (:mod:`quasidiag.root`)."""
         each = [block.rows_of(block._decaying(block._bounded(state))) for block in blocks]
         *m00, mii = map(stacked, zip(*each))
         return roots.diagonal(m00[0] if m00 else None, mii)
 
     @cached_property
     def alike(self) -> Hashable:
-        """Layers of which this is equal can be stacked (:mod:`quasidiag.auto.stacks`)."""
+        """Layers whose ``alike`` is equal can be stacked (:mod:`quasidiag.auto.stacks`)."""
         rows = self.rows_of([p.detach() for p in self.parameters])
         form = type(self), self.mixes, self.adapter.shiftable, self.weight is None
         return *form, *(x.shape for x in rows)
 
     def rows_of(self, tensors: Tensors) -> list[Tensor]:
-        """Tensors shaped like :attr:`parameters`, the weight's as ``[units, inputs]``; a bias alone is a column of them."""
+        """Tensors shaped like :attr:`parameters`, the weight's as ``[units, inputs]`` or a lone bias as ``[units, 1]``."""
         if self.plain:
             return [*tensors]
         if self.weight is None:
@@ -221,12 +221,12 @@ class DiagonalBlock:
         return [*(r.view_as(p) for r, p in zip(rows[:-1], self.parameters)), weight]
 
     def descend_(self, state: State, gradients: list[Tensor], rule: Rule) -> bool:
-        """Solve and step in one pass over memory, where a kernel can; else nothing happens, and ``False``."""
+        """Solve and step in one pass over memory; ``False``, with nothing done, where no kernel can."""
         buffers = [state[p]["momentum"] for p in self.parameters] if rule.momentum else None
         return self._fused(state, gradients, rule, buffers=buffers, thetas=self.parameters)
 
     def advance_(self, state: State, update: Update, gradients: list[Tensor], rule: Rule) -> bool:
-        """:meth:`accumulate_`, :meth:`finish_update` and :meth:`descend_` in one go, where a kernel can."""
+        """:meth:`accumulate_`, :meth:`finish_update`, :meth:`descend_` in one call; ``False`` where no kernel can."""
         module, a, w, keep, gain = update
         tidied = (state[self.home]["updates"] + 1) % TIDY_EVERY == 0
         plain = self.kind is not None and type(_adapter(module)) is LinearAdapter
@@ -246,7 +246,7 @@ class DiagonalBlock:
 
 
 class QuasiDiagonalBlock(DiagonalBlock):
-    """Keeps ``m00``, ``m0i`` and ``mii``, measured from a shift where the layer allows it."""
+    """The quasi-diagonal reduction: keeps ``m00``, ``m0i`` and ``mii``, with a shift where the layer allows one."""
 
     weight: nn.Parameter
     bias: nn.Parameter
@@ -271,7 +271,7 @@ class QuasiDiagonalBlock(DiagonalBlock):
         super().tidy_(state)
 
     def _move(self, state: State, move: Tensor) -> None:
-        """Measure the moments from ``move`` further on (``moments.recentre``, in place)."""
+        """Add ``move`` to the shift, and adapt the moments (``moments.recentre``, in place)."""
         m00, m0i, mii = self.kept(state)
         assert m00 is not None and m0i is not None and mii is not None
         column = m00.unsqueeze(-1)
@@ -321,7 +321,7 @@ class QuasiDiagonalBlock(DiagonalBlock):
         eps: float,
         floor: float | None,
     ) -> list[list[Tensor]]:
-        """As one layer of all their units, each measured from its own layer's shift."""
+        """As one layer with the units of all blocks, each unit with the shift of its own layer."""
         moments = [block._moment_rows(state) for block in blocks]
         units = [len(m00) for m00, _, _ in moments]
         m00, m0i, mii = (torch.cat(parts) for parts in zip(*moments))
@@ -350,7 +350,7 @@ class QuasiDiagonalBlock(DiagonalBlock):
         return kernels.quasi_diagonal(m00, m0i, mii, v0, vi, shift, rule, **rows)
 
     def _kept_rows(self, state: State) -> tuple[Tensor, Tensor, Tensor]:
-        """The moments as they are stored, those of the weight as ``[units, inputs]``."""
+        """The stored moments (:meth:`kept`), with those of the weight as ``[units, inputs]``."""
         m00, m0i, mii = self.kept(state)
         assert m00 is not None and m0i is not None and mii is not None
         if self.plain:
@@ -359,7 +359,7 @@ class QuasiDiagonalBlock(DiagonalBlock):
         return m00.reshape(-1), rows(self.module, m0i), rows(self.module, mii)
 
     def _moment_rows(self, state: State) -> tuple[Tensor, Tensor, Tensor]:
-        """The same as the solve takes them."""
+        """:meth:`_kept_rows` as the solve uses them: with the :attr:`safeguard` added."""
         m00, m0i, mii = self._kept_rows(state)
         m00, mii = _safeguarded(self.safeguard, m00, m0i, mii)
         return m00, m0i, mii
@@ -372,7 +372,7 @@ class QuasiDiagonalBlock(DiagonalBlock):
 
 
 class UnitwiseBlock(DiagonalBlock):
-    """Keeps the full block of each unit, ``state[weight]["block"]: [units, 1 + n, 1 + n]``."""
+    """The unitwise reduction: keeps each unit's full block, ``state[weight]["block"]: [units, 1 + n, 1 + n]``."""
 
     weight: nn.Parameter
     plain = mixes = False
@@ -421,13 +421,13 @@ class UnitwiseBlock(DiagonalBlock):
         return [self._unrows(w)] if self.bias is None else [w[:, 0], self._unrows(w[:, 1:])]
 
     def forms(self, state: State, steps: Sequence[Sequence[Tensor]]) -> Tensor:
-        r"""The products of steps in the metric, :math:`w^⊤ M w'`, of each with each."""
+        r"""The matrix of the products :math:`w^⊤ M w'` of all pairs of ``steps``, summed over units."""
         rows = [self.rows_of(step) for step in steps]
         w = torch.stack([torch.cat([*(b.unsqueeze(1) for b in w0), wi], 1) for *w0, wi in rows], 2)
         return (w.mT @ (state[self.weight]["block"] @ w)).sum(0)
 
     def strength(self, state: State) -> Tensor:
-        """How long the weights are in the metric, on the average unit; with the bias that makes it least."""
+        """The squared length of a unit's weights in the metric, minimised over its bias; the mean over units."""
         block = state[self.weight]["block"]
         rows = self.adapter.rows(self.module, self.weight.detach()).to(block.dtype)
         n = rows.shape[1]
@@ -445,7 +445,7 @@ class UnitwiseBlock(DiagonalBlock):
 
 
 def stacked(tensors: Sequence[Tensor]) -> Tensor:
-    """One upon the other; without a copy where there is but one."""
+    """The tensors stacked along a new first dimension; a single one is not copied."""
     return tensors[0].unsqueeze(0) if len(tensors) == 1 else torch.stack([*tensors])
 
 
@@ -466,7 +466,7 @@ def _as_is(x: Tensor) -> Tensor:
 
 
 def _weights(w: Tensor, gain: float | Tensor, dtype: torch.dtype) -> tuple[Tensor, float]:
-    """The weights in the metric's precision, with a gain that only the device knows multiplied in."""
+    """``w`` in the metric's precision, and the gain as a number: a gain on the device is multiplied into ``w``."""
     w = w.to(dtype)
     return (w * gain, 1.0) if isinstance(gain, Tensor) else (w, gain)
 

@@ -44,7 +44,7 @@ COMMANDS: dict[str, tuple[str, str]] = {
 
 
 def parser(command: str | None = None) -> argparse.ArgumentParser:
-    """The parser of all commands; only the named one knows its arguments."""
+    """The parser of all commands; only the one named by ``command`` is given its arguments."""
     main_parser = argparse.ArgumentParser(
         prog="quasidiag",
         description=f"{quasidiag.__doc__} The paper's experiments, and instruments.",
@@ -60,7 +60,7 @@ def parser(command: str | None = None) -> argparse.ArgumentParser:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run a command; the exit code."""
+    """Run a command and return the exit code."""
     argv = list(sys.argv[1:] if argv is None else argv)
     command = next((word for word in argv if not word.startswith("-")), None)
     try:

@@ -1,8 +1,8 @@
-r"""From forward and backward passes to weighted activities: what the metric is made of.
+r"""Collects the weighted activities that the metric is made of, during forward and backward passes.
 
 A :class:`Collector` watches a model train and keeps, until the optimizer's step, a list of :class:`Record`: a layer,
-its activity ``a`` and the weights ``w``, such that the sum of :math:`w (1, a)(1, a)^⊤` over all of them is the metric
-of the minibatch. Which vectors were backpropagated to get ``w`` is all that the metrics differ in.
+its activity ``a`` and the weights ``w``, such that the sum of :math:`w (1, a)(1, a)^⊤` over all records is the metric
+of the minibatch. The metrics differ only in the vectors that are backpropagated to get ``w``.
 """
 
 from __future__ import annotations
@@ -28,16 +28,15 @@ from quasidiag.units import Units
 if TYPE_CHECKING:
     from quasidiag.distributed import Exchange
 
-#: By call: the layers (one, or those inside a composite), their activities and weights.
+#: For each call: the layer (or the dense layers inside a composite one) with its activity and weights.
 Found = dict[Use, list[tuple[nn.Module, Tensor, Any]]]
 LossScale = float | Tensor | Callable[[], float | Tensor]
 
 
 class Record(NamedTuple):
-    """One call of a layer, as the metric sees it.
+    """One call of a layer: its activity ``a`` and the weights ``w``, a tensor or :class:`quasidiag.kernels.Squares`.
 
-    The weights ``w`` are a tensor, or :class:`quasidiag.kernels.Squares` that stand for one. With ``sharing="exact"``
-    it is all calls of a pass that feed a block, and ``w`` are the :class:`Samples`.
+    With ``sharing="exact"`` one record holds all calls in a pass that feed a block, as the :class:`Samples` ``w``.
     """
 
     module: nn.Module
@@ -47,7 +46,7 @@ class Record(NamedTuple):
 
 @dataclass
 class Pass:
-    """A backward pass under way: its loss's gradient is ``1/scale`` times that of the samples' sum."""
+    """A backward pass in progress. Its gradient is ``1/scale`` times that of the sum of the samples' losses."""
 
     scale: float | Tensor
     terms: int | Tensor
@@ -55,13 +54,13 @@ class Pass:
     calls: set[int] = field(default_factory=set)
 
     def samples(self) -> int | float | Tensor:
-        """How many samples there were. Several losses of one call of the model speak of the same samples."""
+        """The number of samples in the pass. Several losses on one call of the model share the same samples."""
         extra = self.losses / max(1, min(self.losses, len(self.calls)))
         return self.terms if extra == 1 else self.terms / extra
 
 
 class Collector:
-    """Watches ``model`` and ``criterion``; see the module.
+    """Watches ``model`` and ``criterion`` and keeps the records of the minibatch.
 
     Args:
         model: the model that is trained.
@@ -69,9 +68,9 @@ class Collector:
         metric: one of ``metrics.METRICS``.
         samples: draws per sample, for the Monte Carlo metric.
         fraction: the share of each minibatch that enters the metric.
-        loss_reduction: what the loss does over the batch, where there is no criterion to know it.
-        loss_scale: what the loss is multiplied by before its backward pass, where there is no criterion to see it.
-        seed: of the generator that the Monte Carlo targets are drawn from.
+        loss_reduction: without a criterion, whether the loss is a ``"mean"`` or a ``"sum"`` over the batch.
+        loss_scale: without a criterion, the factor that the loss is multiplied by before its backward pass.
+        seed: the seed of the generator that draws the Monte Carlo targets.
         sharing: one of ``sharing.SHARINGS``.
         before_pass: called when a backward pass begins, before it leaves any record.
     """
@@ -93,9 +92,9 @@ class Collector:
         self.fraction, self.loss_reduction, self.loss_scale = fraction, loss_reduction, loss_scale
         self.seed, self.sharing, self.before_pass = seed, sharing, before_pass
         self.generator: Generator | None = None
-        #: Of the backward pass since the last step, or the last of several.
+        #: The records of the last backward pass; those of earlier ones since the step are in :mod:`quasidiag.sums`.
         self.records: list[Record] = []
-        #: The other ranks, where there are any; takes the records as they come (:mod:`quasidiag.distributed`).
+        #: The exchange with other ranks, if any; it takes records as they are made (:mod:`quasidiag.distributed`).
         self.exchange: Exchange | None = None
         self.step = 0
         #: Whether this step's minibatch enters the metric.
@@ -104,9 +103,9 @@ class Collector:
         self.passes = 0
         self.total: int | float | Tensor = 0
         self._pass: Pass | None = None
-        #: Of the backward pass under way, what has to wait for its end.
+        #: With ``sharing="exact"``, calls that wait until all calls of their backward pass are there.
         self._calls: list[Call] = []
-        #: Calls that this pass has asked for: one that two losses depend on counts once.
+        #: Calls that this pass has already used: a call that two losses depend on counts once.
         self._heard: set[Loan] = set()
         self._units: Units | None = None
         self._handles: list[RemovableHandle] = []
@@ -125,22 +124,21 @@ class Collector:
         self.probe.watch(units.watched, units.parts)
 
     def schedule(self, due: bool) -> None:
-        """Say whether the next step's minibatch enters the metric. A summed loss has its samples counted anyway."""
+        """Set whether the next step's minibatch enters the metric. For a summed loss samples are counted either way."""
         self.due = due
         self.probe.enabled = due or (self.criterion is None and self.loss_reduction == "sum")
 
     def factor(self) -> float | Tensor:
-        r"""What makes the sum over the records a mean over samples.
+        r"""The factor that turns the sum over the records into a mean over samples.
 
-        Without a criterion, the loss of each of *k* passes is taken to be divided by *k*, as is the custom when
-        gradients are accumulated.
+        Without a criterion, the loss of each of *k* accumulated passes is assumed to be divided by *k*, as is usual.
         """
         if self.criterion is None and self.loss_reduction == "mean":
             return self.passes**2 / self.total
         return 1 / self.total
 
     def _reached(self, batch: int) -> None:
-        """A backward pass reaches the model's output, of a loss that nobody knows more about."""
+        """Begin a pass when the backward pass of a loss without criterion reaches the model's output."""
         if self._pass is None:
             given = self.loss_scale() if callable(self.loss_scale) else self.loss_scale
             self._begin(Pass((batch if self.loss_reduction == "mean" else 1.0) / given, batch))
@@ -148,7 +146,7 @@ class Collector:
     def _judged(
         self, criterion: OutputModel, args: tuple[Any, ...], kwargs: dict[str, Any], loss: Tensor
     ) -> None:
-        """After the criterion: when the backward pass begins at its loss, collect."""
+        """After the criterion was called: collect as soon as a backward pass begins at its loss."""
         if not (self.probe.active and loss.requires_grad):
             return
         self._between_passes()
@@ -160,7 +158,7 @@ class Collector:
             output, target = loan.lent
             weight = gradient.to(torch.promote_types(gradient.dtype, torch.float32))
             terms = criterion.terms(output, target)
-            if isinstance(terms, Tensor):  # one over a whole number would be float32
+            if isinstance(terms, Tensor):  # one over an integer tensor would be float32
                 terms = terms.to(weight.dtype)
             if self._pass is None and gradient.is_cpu:
                 value = float(gradient)
@@ -177,26 +175,26 @@ class Collector:
         loss.register_hook(Outside(begin))
 
     def _between_passes(self) -> None:
-        """In a forward pass no backward pass is under way: one that is open has ended in an error."""
+        """At a forward pass, drop a pass that is still open: its backward pass ended in an error."""
         if torch._C._current_graph_task_id() == -1:
             self._pass, self._calls = None, []
 
     def _begin(self, new: Pass) -> None:
         if self.before_pass is not None:
             self.before_pass()
-        self._let_go()  # of earlier passes, whose gradients stay
+        self._let_go()  # of the calls of earlier passes; their gradients stay
         self._pass = new
         torch.autograd.Variable._execution_engine.queue_callback(Outside(self._end))
 
     def _end(self) -> None:
-        """The backward pass is over; if it came by here at all, it counts."""
+        """At the end of a backward pass: count it if it went through a watched layer."""
         self._sum_up()
         if self._pass is not None and self._pass.calls:
             self.passes += 1
             self.total = self.total + self._pass.samples()
         self._pass = None
         if self.exchange is not None:
-            self._let_go()  # what it has taken is summed up, and need not be held any longer
+            self._let_go()  # what the exchange took is summed up, and need not be held any longer
             self.exchange.end_pass()
 
     def _let_go(self) -> None:
@@ -215,7 +213,7 @@ class Collector:
             self.records.append(record)
 
     def _deliver(self, seen: Seen, deltas: Deltas) -> None:
-        """The ordinary backward pass comes by: the outer product metric."""
+        """For the outer product metric: make records when the ordinary backward pass reaches a layer."""
         if self.criterion is None:
             self._reached(seen.batch)
         if self._pass is None:
@@ -232,9 +230,9 @@ class Collector:
             self._record(call.module, a, self._squared(delta, scale))
 
     def _share(self, seen: Seen, call: Call, scale: float | Tensor) -> tuple[Call, float | Tensor]:
-        """The share of the samples that enters the metric, each counted for as many more.
+        """The share of the samples that enters the metric, with a scale that makes up for the others.
 
-        Of a table all: it costs next to nothing, and positions, looked up once for every sample, are not samples.
+        Lookup tables use all: that costs next to nothing, and positions, looked up once for all samples, are no samples.
         """
         table = isinstance(call.module, nn.Embedding)
         if self.sharing == "expand" and (self.fraction == 1 or table):
@@ -248,11 +246,11 @@ class Collector:
         return call, scale * (samples / share) ** 0.5
 
     def _brought(self, call: Call) -> tuple[Tensor, Tensor]:
-        """Activity and derivative as the way of sharing has them."""
+        """Activity and derivative; with ``sharing="reduce"`` those of one position per sample."""
         return (call.a, call.delta) if self.sharing == "expand" else reduced(*call)
 
     def _squared(self, delta: Tensor, scale: float | Tensor) -> Any:
-        """The weights that one vector gives. Other ranks need them as numbers."""
+        """The weights ``(scale·delta)²`` of one vector. To be exchanged with other ranks they must be a tensor."""
         square = kernels.squares if self.exchange is None else kernels.square
         return square(delta, scale)
 
@@ -261,7 +259,7 @@ class Collector:
         self._calls.append(call._replace(delta=delta * scale))
 
     def _check_batch(self, seen: Seen, call: Call) -> None:
-        """Where single samples matter they must be found: along the first dimension, as in the model's input."""
+        """Raise if single samples are needed but do not lie along the first dimension, as in the model's input."""
         apart = self.sharing != "expand"
         if (apart and len(call.a) != seen.batch) or (
             self.fraction < 1 and len(call.a) % seen.batch
@@ -274,7 +272,7 @@ class Collector:
             )
 
     def _sum_up(self) -> None:
-        """With ``sharing="exact"``, the calls of one vector make up the gradients of the samples."""
+        """With ``sharing="exact"``, make one record for each block from all calls of one vector."""
         if not self._calls:
             return
         assert self._units is not None
@@ -290,7 +288,7 @@ class Collector:
         """Backpropagate the metric's own vectors, to the pre-activations and no further."""
         uses = self.probe.uses(output, self._heard)
         if not uses:
-            return  # somebody else's output
+            return  # another model's output
         if self.metric == "backpropagated":
             weights = backpropagated.weights(criterion, output, target, uses)
             found = {use: [(use.module, use.a, w)] for use, w in zip(uses, weights)}
@@ -301,7 +299,7 @@ class Collector:
     def _asked(
         self, criterion: OutputModel, output: Tensor, target: Tensor, uses: list[Use]
     ) -> Found:
-        """What each call that ``output`` depends on gives, summed over the metric's vectors."""
+        """Activity and weights of each call that ``output`` depends on, summed over the metric's vectors."""
         found: dict[Use, dict[nn.Module, tuple[Tensor, Any]]] = {}
         boost = self._boost(output)
         scale = 1.0 if boost is None else 1 / boost
@@ -312,7 +310,7 @@ class Collector:
 
         def take(use: Use, deltas: Deltas) -> None:
             sums = found.setdefault(use, {})
-            if use in above:  # what its slope will be asked with
+            if use in above:  # the input to its activation's node, which then returns the slope
                 ones[use] = [d if d is None else d.new_ones(()).expand_as(d) for d in deltas]
             for whole in use.calls(deltas):
                 call, by = self._share(use.seen, whole, scale)
@@ -340,7 +338,7 @@ class Collector:
         return {use: [(m, *aw) for m, aw in sums.items()] for use, sums in found.items()}
 
     def _boost(self, output: Tensor) -> Tensor | None:
-        """In float16 the vectors travel as large as the gradient does, which a gradient scaler has made fit."""
+        """A factor that makes vectors in float16 as large as the gradient, which a gradient scaler keeps in range."""
         if output.dtype != torch.float16 or self._pass is None:
             return None
         scale = torch.as_tensor(self._pass.scale, dtype=torch.float32, device=output.device)
@@ -361,7 +359,7 @@ class Collector:
         return self.generator
 
     def set_generator(self, place: Tensor, device: torch.device | str) -> None:
-        """Go on drawing from where another generator was; with other ranks, rank and step say where that is."""
+        """Continue from the generator state ``place``; not with other ranks, where rank and step determine the draws."""
         if self.exchange is None:
             self._generator(torch.device(device)).set_state(place.cpu())
 
@@ -369,7 +367,7 @@ class Collector:
         return self.seed if self.exchange is None else self.exchange.seed(self.seed, self.step)
 
     def next_step(self, step: int) -> None:
-        """With other ranks, draws are a function of rank and step: any rank's checkpoint resumes all of them."""
+        """Begin a step. With other ranks, draws depend on rank and step alone: any rank's checkpoint resumes them all."""
         self.step = step
         if self.exchange is not None and self.generator is not None:
             self.generator.manual_seed(self._seed())
@@ -382,13 +380,13 @@ class Collector:
         self._calls, self._heard = [], set()
 
     def clear(self) -> None:
-        """Let go of the batch."""
+        """Drop all references to the batch."""
         self.restart()
         self._pass = None
         self.probe.clear()
 
     def close(self) -> None:
-        """Leave no hook behind."""
+        """Remove all hooks."""
         self.clear()
         if self.exchange is not None:
             self.exchange.close()

@@ -1,4 +1,4 @@
-"""What an argument of the optimizer means when it is not given."""
+"""Default values of the optimizer's arguments."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from torch import nn
 
 
 class Defaults(NamedTuple):
-    """What an argument that is not given means, by the kind of step."""
+    """The default values for one kind of step."""
 
     lr: float
     metric: str
@@ -22,14 +22,14 @@ class Defaults(NamedTuple):
     safeguard: tuple[float, float, float] | None
 
     def but(self, **given: Any) -> Defaults:
-        """With what was given in their place."""
+        """A copy with the values that were given, those that are not ``None``, in place of the defaults."""
         return self._replace(**{name: value for name, value in given.items() if value is not None})
 
 
-#: Of each unit's mean variance, of its layer's, and of the layer's mean ``m00`` (``reductions.safeguarded``).
+#: The arguments ``unit``, ``layer`` and ``dead`` of ``reductions.safeguarded``.
 SAFEGUARD = (0.1, 0.1, 0.1)
-#: ``fixed`` is the paper's. With ``auto`` the ``lr`` is a factor, the metric starts as a plain average, and what keeps
-#: the solve away from zero is relative.
+#: ``fixed`` has the paper's values. With ``auto``, ``lr`` is a factor of the step's own length, the metric starts as a
+#: plain average, and relative safeguards take the place of ``eps``.
 DEFAULTS = {
     "fixed": Defaults(
         lr=1e-2,
@@ -59,7 +59,7 @@ DEFAULTS = {
 
 
 def everything(model: nn.Module, criterion: nn.Module | None) -> list[dict[str, Any]]:
-    """All that is trainable in the model and the criterion."""
+    """One param group with all trainable parameters of the model and the criterion."""
     parameters = [p for p in model.parameters() if p.requires_grad]
     if not parameters:
         raise ValueError(f"{type(model).__name__} has no parameter to train")

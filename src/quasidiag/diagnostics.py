@@ -1,9 +1,9 @@
-r"""What the geometry does: the metric of each layer and the last steps, as numbers, a table, or TensorBoard scalars.
+r"""The metric of each layer and the last steps, as numbers, a table, or TensorBoard scalars::
 
->>> print(qd.diagnostics(optimizer))                                        # doctest: +SKIP
->>> qd.diagnostics(optimizer).log(writer, step)                             # doctest: +SKIP
+    print(qd.diagnostics(optimizer))
+    qd.diagnostics(optimizer).log(writer, step)
 
-Measured in the coordinates in which a unit's metric is diagonal: its ``m00``, and the weighted variances
+The entries of a unit's metric are those in the coordinates in which it is diagonal: its ``m00`` and the weighted variances
 :math:`σ_i^2 = m_{ii} - m_{0i}^2/m_{00}` of its inputs (for the diagonal reduction ``mii``; for the unitwise one the
 eigenvalues), with the safeguards and ``eps`` that the solve adds.
 """
@@ -23,26 +23,26 @@ from quasidiag.optimizer import Riemannian
 from quasidiag.reductions import varies
 from quasidiag.sharding import local, rows_of
 
-#: A unit is dead if its weight in the metric is less than this part of its layer's mean.
+#: A unit is dead if its ``m00`` (without a bias: the mean of its ``mii``) is at most this part of its layer's mean.
 DEAD = 1e-6
 
 
 @dataclass(frozen=True)
 class LayerDiagnostics:
-    r"""One block of units.
+    r"""The metric of one layer, or of one block of a layer that has several.
 
     Attributes:
-        name: the layer's.
-        layer: its kind.
+        name: name of the layer in the model.
+        layer: class of the layer.
         reduction: ``quasi-diagonal``, ``diagonal`` or ``unitwise``; a layer without a bias is diagonal.
-        units: how many there are.
-        updates: minibatches in the metric so far.
-        condition: the largest entry of a unit's metric over its smallest, the median over units.
-        dead: the share of units that the loss hardly depends on.
-        floored: the share of entries that the floor bounds, or that never varied and get no step.
-        way: the squared length :math:`δ^⊤ M δ` of where it went since the model was last measured, ``step.stride`` steps ago
-            (after the first of them all layers add up to ``step.length``); NaN where that is not kept
-            (``step="fixed"``), or was taken back.
+        units: number of units.
+        updates: number of minibatches in the metric so far.
+        condition: ratio of the largest to the smallest entry of a unit's metric; the median over units.
+        dead: share of units that the loss hardly depends on.
+        floored: share of entries that the floor bounds, or whose input never varied, so that they get no step.
+        way: squared length :math:`δ^⊤ M δ` of the layer's move since the quadratic model was last measured,
+            ``step.stride`` steps ago (after one step, all layers add up to ``step.length``). NaN with ``step="fixed"``,
+            which does not keep it, or if the move was undone.
     """
 
     name: str
@@ -58,18 +58,18 @@ class LayerDiagnostics:
 
 @dataclass(frozen=True)
 class Diagnostics:
-    """All layers, and what ``step="auto"`` did last (``None`` with a fixed step); see :func:`diagnostics`."""
+    """Result of :func:`diagnostics`: all layers, the report of ``step="auto"`` (else ``None``), the number of steps."""
 
     layers: list[LayerDiagnostics]
     step: Report | None
     steps: int
 
     def as_dict(self) -> dict[str, Any]:
-        """Plain numbers and strings, as for JSON."""
+        """The same as nested dictionaries and lists of plain numbers and strings, as for JSON."""
         return asdict(self)
 
     def scalars(self) -> dict[str, float]:
-        """Every number under a name of its own."""
+        """The numbers by name, such as ``0/condition`` (layer ``0``) or ``step/alpha``, without those that are NaN."""
         found = {
             f"{layer.name}/{key}": float(getattr(layer, key))
             for layer in self.layers
@@ -81,7 +81,7 @@ class Diagnostics:
         return {key: value for key, value in found.items() if not math.isnan(value)}
 
     def log(self, writer: Any, step: int | None = None, prefix: str = "quasidiag") -> None:
-        """Write all scalars to a TensorBoard ``SummaryWriter``, or to what else has its ``add_scalar``."""
+        """Write all :meth:`scalars` to a TensorBoard ``SummaryWriter``, or any object with its ``add_scalar``."""
         for name, value in self.scalars().items():
             writer.add_scalar(f"{prefix}/{name}", value, self.steps if step is None else step)
 
@@ -119,7 +119,7 @@ class Diagnostics:
 
 
 class _Entries(NamedTuple):
-    """``[units, n]``: the metric's diagonal in its own coordinates, and which entries the solve bounds or skips."""
+    """The metric's diagonal ``values: [units, n]`` in its own coordinates, and which of them the solve bounds or skips."""
 
     values: Tensor
     bounded: Tensor
@@ -129,7 +129,7 @@ class _Entries(NamedTuple):
 
 @torch.no_grad()
 def diagnostics(optimizer: Riemannian) -> Diagnostics:
-    """The state of an optimizer's metric and of its last steps, layer by layer, for those that have one so far."""
+    """The metric of each layer that has one so far, and a report of the optimizer's last steps."""
     if not isinstance(optimizer, Riemannian):
         raise TypeError(
             f"diagnostics are of a metric, and {type(optimizer).__name__} has none: expected qd.Riemannian or a preset of it"

@@ -1,9 +1,9 @@
-r"""More than one rank: everybody's samples in one metric.
+r"""Several ranks: one metric of the samples of all ranks.
 
 The moments are sums over samples, so those of all ranks add up. :class:`Exchange` keeps each rank's sums of the minibatch
-and sends them off while the backward pass still runs, as DDP does with gradients: a layer's moments are complete when
-its weight's gradient is, and leave in buckets of a few megabytes. Where parameters are whole (DDP) it is an all-reduce;
-where ``fully_shard`` has cut them into rows, a reduce-scatter that brings every rank the moments of its own units.
+and sends them while the backward pass still runs, as DDP does with gradients: a layer's moments are complete when its
+weight's gradient is, and are sent in buckets. Where parameters are whole (DDP) a bucket is all-reduced; where
+``fully_shard`` has cut them into rows, a reduce-scatter gives every rank the moments of its own units.
 
 With *N* ranks and *B* samples each, the result is that of one rank with *N·B* samples.
 """
@@ -27,12 +27,12 @@ from quasidiag.sums import SUMS
 
 Room = dict[Tensor, dict[str, Any]]
 
-#: A bucket leaves when it has this many bytes (DDP's own default).
+#: A bucket is full when it has more than this many bytes (DDP's own default).
 BUCKET_BYTES = 25 * 2**20
 
 
 class Layout(NamedTuple):
-    """Over whom a block's moments are summed, and over whom its rows are then spread."""
+    """How a block lies on the ranks: those in ``shard`` hold pieces of its rows, those in ``replicas`` hold copies."""
 
     shard: Any
     replicas: Any
@@ -45,7 +45,7 @@ class Layout(NamedTuple):
 
 
 class Flight(NamedTuple):
-    """A bucket under way: ``work`` brings ``result``; ``sent`` must live until then."""
+    """A bucket being sent: ``work`` fills ``result``; ``sent`` must live until that is done."""
 
     blocks: list[DiagonalBlock]
     work: Any
@@ -55,10 +55,10 @@ class Flight(NamedTuple):
 
 
 class Outcome(NamedTuple):
-    """What the ranks agreed on before a step."""
+    """What the ranks agreed on before a step: whether any minibatch is bad, and which blocks any rank has used."""
 
     bad: bool
-    #: Samples on the average rank.
+    #: The number of samples per rank, averaged over ranks.
     total: float
     seen: set[DiagonalBlock]
 
@@ -86,7 +86,7 @@ def connect(
 
 
 def find_group(model: nn.Module, process_group: Any) -> Any:
-    """``"auto"``: the group of DDP or ``fully_shard``, or else everybody, if there is anybody."""
+    """The process group; ``"auto"`` is that of DDP or ``fully_shard``, or all ranks, or ``None`` without other ranks."""
     if process_group != "auto":
         return process_group
     if not (dist.is_available() and dist.is_initialized()):
@@ -101,15 +101,15 @@ def find_group(model: nn.Module, process_group: Any) -> Any:
 
 
 class Exchange:
-    """Sums the minibatch's moments over the ranks of ``group``; see the module.
+    """Sums the minibatch's moments over the ranks of ``group``, during the backward pass.
 
     Args:
         model: the model, wrapped in ``DistributedDataParallel`` or not.
-        blocks: its blocks.
-        owner: which of them each layer feeds.
-        state: gives the optimizer's state.
-        group: the ranks that train it together.
-        strays: parameters outside the model (a criterion's own), whose gradients nobody else averages.
+        blocks: the model's blocks.
+        owner: the block that each layer feeds.
+        state: returns the optimizer's state.
+        group: the ranks that train the model together.
+        strays: parameters outside the model (a criterion's own), whose gradients DDP does not average.
     """
 
     def __init__(
@@ -140,7 +140,7 @@ class Exchange:
         self._handles: list[Any] = [
             block.home.register_post_accumulate_grad_hook(Hook(self._arrived)) for block in blocks
         ]
-        # What backpropagates on some ranks only makes the order of DDP's own buckets differ: then stay out of its way.
+        # If some layers run on some ranks only, the order of DDP's buckets differs between ranks: do not interleave ours.
         self._overlap = not getattr(model, "find_unused_parameters", False)
         self._sync = True
         if isinstance(model, nn.parallel.DistributedDataParallel):
@@ -174,17 +174,17 @@ class Exchange:
             yield bucket
 
     def _called(self, model: Any, args: Any) -> None:
-        """DDP decides in the forward pass whether this backward pass is one to synchronise."""
+        """At a forward pass: note whether DDP will synchronise gradients in its backward pass."""
         self._sync = model.require_backward_grad_sync
 
     def started(self, block: DiagonalBlock) -> bool:
-        """Whether there is a metric yet; true of all ranks or of none."""
+        """Whether the block has a metric yet; the same on all ranks."""
         return "updates" in self._state().get(block.home, {})
 
     def take(self, module: nn.Module, a: Tensor, w: Tensor) -> bool:
-        """Add a record's moments to this rank's sums of the minibatch, if the block has its metric already.
+        """Add a record's moments to this rank's sums of the minibatch; ``False`` if its block has no metric yet.
 
-        A block's first moments wait for the step, where the ranks agree on the point to measure them from.
+        A block's first moments wait for the step, where the ranks agree on their shift.
         """
         block = self._owner[module]
         self._seen.add(block)
@@ -198,7 +198,7 @@ class Exchange:
         return True
 
     def _room(self, block: DiagonalBlock) -> Room:
-        """Zeros for the sums of all units of a block, whoever will own them."""
+        """Zeros for the sums of all units of a block, whichever rank holds their rows."""
         room: Room = {}
         for parameter in block.parameters:
             room[parameter] = kept = {}
@@ -210,7 +210,7 @@ class Exchange:
         return room
 
     def _arrived(self, parameter: Tensor) -> None:
-        """A weight's gradient is complete: so are its block's moments. Buckets leave in order, on every rank the same."""
+        """When a weight's gradient is complete, so are its block's moments: send full buckets, in one order on all ranks."""
         block = self._of[parameter]
         if not self._sync or block not in self._rooms:
             return
@@ -224,7 +224,7 @@ class Exchange:
             self._next += 1
 
     def end_pass(self) -> None:
-        """The backward pass is over: what did not leave yet (a layer that this rank did not use) leaves now."""
+        """At the end of the backward pass: send the remaining buckets (some of their layers were not used on this rank)."""
         if self._overlap and self._fired and self._sync:
             self._launch_rest()
         self._fired = False
@@ -256,7 +256,7 @@ class Exchange:
     def meet(
         self, bad: bool | Tensor | None, total: int | float | Tensor, device: torch.device
     ) -> Outcome:
-        """Before a step: does anybody have a bad minibatch, how many samples are there, which blocks were used."""
+        """Before a step, let the ranks agree: is any minibatch bad, how many samples are there, which blocks were used."""
         self._check(device)
         if bad is not None and self._weights:
             bad = bad | ~torch.stack([w.double() for w in self._weights]).isfinite().all()
@@ -271,7 +271,7 @@ class Exchange:
         return Outcome(worst > 0, count / self.size, self._agreed)
 
     def _check(self, device: torch.device) -> None:
-        """Once: do we train the same model?"""
+        """Once: raise unless all ranks have equally many blocks and parameters."""
         if self._checked:
             return
         size = sum(p.numel() for block in self._blocks for p in block.parameters)
@@ -317,7 +317,7 @@ class Exchange:
     def _centres(
         self, new: list[DiagonalBlock], first: dict[DiagonalBlock, Tensor]
     ) -> Iterator[Tensor]:
-        """For each new block an activity ``[1, inputs]``: the mean of all ranks' first minibatches."""
+        """For each new block the mean activity ``[1, inputs]`` of all ranks' first minibatches, its first shift."""
         sums: list[Tensor] = []
         for block in new:
             assert block.weight is not None or not block.adapter.shiftable
@@ -334,7 +334,7 @@ class Exchange:
         return ((x[:-1] / x[-1].clamp_min(1.0)).unsqueeze(0) for x in sums)
 
     def _land(self) -> dict[DiagonalBlock, list[Tensor]]:
-        """Wait for all that is under way: each block's sums over the ranks, of this rank's rows."""
+        """Wait for all buckets; returns each block's sums over the ranks, for this rank's rows."""
         landed: dict[DiagonalBlock, list[Tensor]] = {}
         for blocks, work, result, _, layout in self._flights:
             work.wait()
@@ -355,19 +355,19 @@ class Exchange:
         return landed
 
     def average_strays_(self) -> None:
-        """The mean over ranks of the gradients that nobody else synchronises."""
+        """Average over ranks the gradients of parameters outside the model, which DDP does not synchronise."""
         for parameter in self._strays:
             if parameter.grad is not None:
                 dist.all_reduce(parameter.grad, group=self.group)
                 parameter.grad.div_(self.size)
 
     def seed(self, seed: int, step: int) -> int:
-        """Of this rank's draws in this step: nobody else's, and known again when the job resumes."""
+        """The seed of this rank's draws in this step: another one on each rank, and the same when the job resumes."""
         digest = hashlib.blake2b(repr((seed, step, self.rank)).encode(), digest_size=7).digest()
         return int.from_bytes(digest, "big")
 
     def clear(self) -> None:
-        """Let go of the minibatch."""
+        """Forget the minibatch, after waiting for buckets that are being sent."""
         for flight in self._flights:
             flight.work.wait()
         self._flights.clear()
@@ -378,7 +378,7 @@ class Exchange:
         self._next, self._fired, self._late = 0, False, False
 
     def close(self) -> None:
-        """Leave no hook behind."""
+        """Remove all hooks."""
         self.clear()
         for handle in self._handles:
             handle.remove()
@@ -397,19 +397,19 @@ def share(samples: int, group: Any = None) -> float:
 
 
 def size(group: Any) -> int:
-    """How many ranks there are; without a group this one is alone."""
+    """The number of ranks in ``group``; 1 if it is ``None``."""
     return 1 if group is None else dist.get_world_size(group)
 
 
 def mean(numbers: Tensor, group: Any = None) -> Tensor:
-    """The mean over ranks of a few numbers, on whatever device the group can talk from."""
+    """The mean over ranks of a few numbers, sent from the kind of device that the group's backend needs."""
     there = numbers.to("cuda" if dist.get_backend(group) == "nccl" else "cpu", copy=True)
     dist.all_reduce(there, group=group)
     return (there / dist.get_world_size(group)).to(numbers.device)
 
 
 def _reduce_scatter() -> Callable[..., Any]:
-    """``reduce_scatter_tensor``, by the name that newer versions of torch have for it."""
+    """``reduce_scatter_tensor``, under its new name where torch has one."""
     return getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 
 

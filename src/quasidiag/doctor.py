@@ -1,8 +1,8 @@
-"""What of a model would be preconditioned, by which adapter, and what would not, and why.
+"""Which parameters of a model would be preconditioned, and by which adapter; which would not, and why.
 
 The model is named by import path, as package.module:name (a module, or a function or class that makes one without
-arguments), or by a Python file that defines `model` (FILE.py, or FILE.py:name). Exit codes: 0 all that is trained is
-preconditioned, 1 some of it falls to the diagonal rule, 2 wrong usage, or a model that cannot be judged.
+arguments), or by a Python file that defines `model` (FILE.py, or FILE.py:name). Exit codes: 0 all trained parameters are
+preconditioned, 1 some of them follow the diagonal rule, 2 wrong usage, or a model that cannot be loaded or examined.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from quasidiag.units import find_units
 
 @dataclass(frozen=True)
 class Finding:
-    """One layer's parameters. ``good`` is whether they are in a block, or ``None``: frozen; ``why`` says what that means."""
+    """Parameters of one layer. ``good``: whether they are in a block, ``None`` if frozen. ``why``: the explanation."""
 
     name: str
     layer: str
@@ -52,7 +52,7 @@ def add_parser(subparsers: Any) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Load, examine, print."""
+    """Load the model, print a line for each finding, and return the exit code."""
     found = list(examine(load(arguments.model)))
     if not found:
         raise UsageError(f"{arguments.model} has no parameter")
@@ -132,7 +132,7 @@ def load(place: str) -> nn.Module:
 
 
 def _named(path: str, name: str, place: str) -> Any:
-    """What a file or a module calls by this name."""
+    """The object with this name in a Python file or a module."""
     if path.endswith(".py"):
         if not os.path.exists(path):
             raise UsageError(f"there is no file {path}")
@@ -148,7 +148,7 @@ def _named(path: str, name: str, place: str) -> Any:
 
 
 def _made(model: Any, place: str) -> nn.Module:
-    """The model, or what a function or class makes of nothing."""
+    """The model itself, or what a function or class returns when it is called without arguments."""
     if isinstance(model, nn.Module):
         return model
     if not callable(model):
@@ -158,7 +158,7 @@ def _made(model: Any, place: str) -> nn.Module:
     except TypeError as error:
         raise UsageError(f"{place} cannot be called without arguments: {error}") from error
     except ValueError:
-        pass  # it is written in C, and does not say
+        pass  # written in C, without a signature: try the call
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         model = model()
@@ -169,7 +169,7 @@ def _made(model: Any, place: str) -> nn.Module:
 
 @contextmanager
 def _found_from(path: str) -> Iterator[None]:
-    """Modules are found in the working directory, and first of all beside a file, as when Python runs it."""
+    """Import modules from the working directory too, and first from the folder of a file, as when Python runs it."""
     before = sys.path
     beside = [os.path.dirname(os.path.abspath(path))] if path.endswith(".py") else []
     sys.path = [*beside, os.getcwd(), *before]
@@ -181,7 +181,7 @@ def _found_from(path: str) -> Iterator[None]:
 
 @contextmanager
 def _blamed(path: str) -> Iterator[None]:
-    """What goes wrong in somebody else's code is told in a line."""
+    """Report an error in the user's code as a usage error of one line."""
     try:
         yield
     except UsageError:

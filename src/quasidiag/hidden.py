@@ -1,4 +1,4 @@
-"""What a compiler must not look into: hooks, which ask for places in autograd's graph, and bookkeeping by layer."""
+"""Keeps ``torch.compile`` out of what it cannot trace: hooks that look into autograd's graph, and bookkeeping by layer."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ T = TypeVar("T")
 
 
 def hidden(function: Callable[P, T]) -> Callable[P, T]:
-    """``torch._disable_dynamo``, at no cost where nobody compiles: a small network's step is made of dozens of hooks."""
+    """``torch._disable_dynamo``, but free where nothing is compiled: a small network's step calls dozens of hooks."""
     disabled = torch._disable_dynamo(function)
 
     @functools.wraps(function)
@@ -26,7 +26,7 @@ def hidden(function: Callable[P, T]) -> Callable[P, T]:
 
 
 def _skipped(function: Callable[..., object]) -> bool:
-    """Have the compiler go around a function, but not around what it calls; not every version of torch can be asked to."""
+    """Have the compiler skip a function, but not what it calls; ``False`` if this version of torch cannot."""
     try:
         if hasattr(eval_frame, "skip_code"):  # before torch 2.8
             eval_frame.skip_code(function.__code__)

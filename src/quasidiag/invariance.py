@@ -30,7 +30,7 @@ Factory = Callable[[nn.Module, nn.Module], Optimizer]
 
 
 class UnitChange(NamedTuple):
-    """The change of one layer of activities. `activation` computes the changed activity, if it has a name."""
+    """The change of one layer of activities. `activation` computes the changed activity, if torch has a module for it."""
 
     scale: Tensor
     offset: Tensor
@@ -69,7 +69,7 @@ class Reencoded(nn.Module):
 
 
 def linear_layers(model: nn.Module) -> list[nn.Linear]:
-    """The Linear layers of a plain perceptron; anything else has no twin here."""
+    """The Linear layers of a plain multilayer perceptron; raises for any other model, which has no twin here."""
     modules = list(model) if isinstance(model, nn.Sequential) else [model]
     layers = [m for m in modules if isinstance(m, nn.Linear)]
     expected = [i % 2 == 0 for i in range(len(modules))]
@@ -114,7 +114,7 @@ def twin(model: nn.Sequential, change: Change) -> nn.Sequential:
 
 
 def identity_change(layer: nn.Linear) -> UnitChange:
-    """Nothing changed in what `layer` reads."""
+    """The change that leaves the inputs of `layer` as they are."""
     one = torch.ones(layer.in_features, dtype=layer.weight.dtype, device=layer.weight.device)
     return UnitChange(one, torch.zeros_like(one), one.clone())
 
@@ -127,7 +127,7 @@ def inversion(model: nn.Module) -> Change:
 
 
 def sigmoid_to_tanh(model: nn.Module) -> Change:
-    """tanh(z/2) = 2 sigmoid(z) − 1 in every hidden unit."""
+    """Tanh in place of sigmoid in every hidden unit: tanh(z/2) = 2 sigmoid(z) − 1."""
     first, *rest = (identity_change(layer) for layer in linear_layers(model))
     assert isinstance(model, nn.Sequential) or not rest
     if not all(isinstance(model[2 * i + 1], nn.Sigmoid) for i in range(len(rest))):  # type: ignore[index]
@@ -137,12 +137,12 @@ def sigmoid_to_tanh(model: nn.Module) -> Change:
 
 
 def random_affine(model: nn.Module, seed: int = 0, spread: float = 1.0) -> Change:
-    """Every activity to a random multiple (of either sign) plus a random offset, inputs included."""
+    """Every activity, inputs included, becomes a random multiple of itself (of either sign) plus a random offset."""
     return _random("affine", model, seed, spread, offsets=True)
 
 
 def random_rescaling(model: nn.Module, seed: int = 0, spread: float = 1.0) -> Change:
-    """Every activity to a random multiple of itself, inputs included."""
+    """Every activity, inputs included, becomes a random multiple of itself (of either sign)."""
     return _random("rescaling", model, seed, spread, offsets=False)
 
 
@@ -171,10 +171,11 @@ CHANGES: dict[str, Callable[[nn.Module], Change]] = {
 
 @dataclass
 class Drift:
-    """What happened to the two functions, step by step.
+    """How far the twins drifted apart, after each step.
 
-    `differences` is the largest difference between the twins' outputs on the probe inputs, `moves` how
-    far the first one's outputs are from where they began: no drift without movement proves nothing.
+    `differences` is the largest difference between the twins' outputs on the probe inputs, `moves` the
+    largest change of the first one's outputs since the start (a network that does not move cannot drift),
+    `losses` the first one's training loss.
     """
 
     differences: list[float] = field(default_factory=list)
@@ -193,7 +194,7 @@ class Drift:
 
     @property
     def moved(self) -> float:
-        """How far training took the first network."""
+        """How far the first network's outputs are from the start, after the last step."""
         return self.moves[-1]
 
 
@@ -209,10 +210,10 @@ def measure(
     batch_size: int = 100,
     probe: Tensor | None = None,
 ) -> Drift:
-    """Train the model and its twin on the same minibatches (in order, round and round) and compare them.
+    """Train the model and its twin on the same minibatches (in order, over and over) and compare them.
 
-    `factory(model, criterion)` makes the optimizer, the same for both; an optimizer that draws should be
-    given a seed there. Neither `model` nor `criterion` is touched. `probe` are the inputs on which the
+    `factory(model, criterion)` makes the optimizer, the same for both; one that draws random numbers
+    should be given a seed there. Neither `model` nor `criterion` is touched. `probe` are the inputs on which the
     outputs are compared, by default the first minibatch.
     """
     if steps < 1 or not 1 <= batch_size <= len(x):

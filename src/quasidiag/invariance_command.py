@@ -33,11 +33,11 @@ from quasidiag.experiments.config import UsageError
 
 Make = Callable[[nn.Module, Any], Optimizer]
 
-#: Below this relative difference a change is said to be kept.
+#: An optimizer counts as invariant to a change if the twins' relative difference is below this.
 KEPT = 1e-6
 
-#: Not the defaults: ``eps`` and ``floor`` break the invariance by as much as they matter, and long steps are as invariant
-#: as a tenth of them, but amplify rounding from step to step.
+#: These differ from the defaults: ``eps`` and ``floor`` break the invariance by as much as they matter. The automatic step
+#: takes a tenth of its length, because long steps, though as invariant, amplify rounding from step to step.
 PAPERS: dict[str, Any] = {"gamma": 0.05, "eps": 0.0, "floor": 0.0}
 AUTOMATIC: dict[str, Any] = {"lr": 0.1, "floor": 0.0}
 
@@ -93,7 +93,7 @@ def add_parser(subparsers: Any) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Measure, print, draw."""
+    """Measure, print, draw; returns the exit code."""
     if arguments.steps < 1:
         raise UsageError(f"--steps must be at least 1, not {arguments.steps}")
     makers = {} if arguments.only else dict(OPTIMIZERS)
@@ -128,7 +128,7 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def given(path: str, settings: dict[str, Any]) -> Make:
-    """An optimizer by import path; one of quasidiag's is given the model, any other its parameters."""
+    """A function that makes the optimizer at an import path, from the model if it is quasidiag's, else its parameters."""
     module_name, _, name = path.partition(":")
     try:
         kind = getattr(importlib.import_module(module_name), name)
@@ -153,7 +153,7 @@ def given(path: str, settings: dict[str, Any]) -> Make:
 
 
 def options(settings: list[str]) -> dict[str, Any]:
-    """``key=value`` as keyword arguments, values as Python writes them or else as text."""
+    """``key=value`` as keyword arguments; values are read as Python literals, or else as text."""
     found = {}
     for setting in settings:
         key, equals, text = setting.partition("=")
@@ -167,7 +167,7 @@ def options(settings: list[str]) -> dict[str, Any]:
 
 
 def problem(seed: int) -> tuple[nn.Sequential, Tensor, Tensor]:
-    """A sigmoid network, and inputs in [0, 1] with the classes that another network gives them."""
+    """A sigmoid network, inputs in [0, 1], and the classes that a second random network assigns to them."""
     generator = torch.Generator().manual_seed(seed)
 
     def network(*sizes: int, gain: float) -> nn.Sequential:
@@ -196,7 +196,7 @@ def measure(make: Make, change: str, steps: int, seed: int) -> invariance.Drift:
 
 
 def relative(drift: invariance.Drift) -> float:
-    """The largest difference, relative to the way that training went; NaN if it went nowhere."""
+    """The twins' largest difference, relative to how far training moved them; NaN if it failed or moved nothing."""
     way = max(drift.moves)
     if not all(map(math.isfinite, (*drift.differences, way))) or way == 0:
         return math.nan
@@ -204,7 +204,7 @@ def relative(drift: invariance.Drift) -> float:
 
 
 def note(table: dict[str, dict[str, float]]) -> str:
-    """What the usual optimizers in the table do not have by default."""
+    """The options of our own optimizers in the table that differ from the defaults, as a line of text."""
     if not table.keys() & OPTIMIZERS.keys():
         return ""
     papers, automatic = (
@@ -214,7 +214,7 @@ def note(table: dict[str, dict[str, float]]) -> str:
 
 
 def show(table: dict[str, dict[str, float]]) -> None:
-    """A table in colours where ``rich`` is installed, else in plain text."""
+    """Print the table, in colours if ``rich`` is installed."""
     _print(table)
     if note(table):
         print(note(table))
@@ -250,7 +250,7 @@ def draw(
     drifts: dict[str, dict[str, invariance.Drift]],
     path: Path,
 ) -> None:
-    """The table as colours, and beside it how the twins part under an affine change, step by step."""
+    """Draw the table as colours, and beside it how far the twins drift apart under an affine change, step by step."""
     import matplotlib
 
     matplotlib.use("Agg")

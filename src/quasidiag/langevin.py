@@ -1,4 +1,4 @@
-r"""Natural Langevin dynamics: steps whose noise comes from the metric, so that they visit the Bayesian posterior.
+r"""Natural Langevin dynamics: Riemannian steps with noise shaped by the metric, which sample the Bayesian posterior.
 
 Marceau-Caron & Ollivier, *Natural Langevin dynamics for neural networks* (2017, arXiv 1712.01076).
 """
@@ -23,7 +23,7 @@ from quasidiag.sums import dtype_of
 
 
 class Langevin(Riemannian):
-    r"""Riemannian gradient descent with noise, for samples of the parameters in the place of one estimate.
+    r"""Riemannian gradient descent with noise, to sample parameters from the posterior instead of finding one estimate.
 
     With :math:`N` samples in the training set, a Gaussian prior of variance :math:`σ_0^2` and the mean negative
     log-likelihood :math:`ℓ`, each step is
@@ -40,14 +40,14 @@ class Langevin(Riemannian):
     Args:
         model: the model, as for :class:`Riemannian`.
         criterion: an output model. Without one your loss must be the mean negative log-likelihood.
-        lr: the step size :math:`η`. The noise of minibatches of size :math:`B` is small beside this one as long as
-            :math:`η ≪ 2B/N`.
-        data_size: :math:`N`, the number of terms that the mean loss over the whole training set has.
-        prior: the prior's standard deviation :math:`σ_0`. That of a unit's weights is :math:`σ_0/\sqrt{\text{inputs}}`, so
+        lr: the step size :math:`η`. The gradient noise of minibatches of size :math:`B` stays small beside the noise that
+            is added as long as :math:`η ≪ 2B/N`.
+        data_size: :math:`N`, the number of terms in the mean loss over the whole training set.
+        prior: the prior's standard deviation :math:`σ_0`. For a unit's weights it is :math:`σ_0/\sqrt{\text{inputs}}`, so
             that it means the same in narrow and wide layers. A param group may have its own.
         temperature: :math:`T`; below 1 the posterior is sharpened, at 0 there is no noise.
-        options: those of :class:`Riemannian` for a given ``lr``, but momentum, weight decay and ``eps``. The metric is
-            ``"monte-carlo"`` unless you say otherwise or there is no criterion.
+        options: those of :class:`Riemannian` with an ``lr``, except ``momentum``, ``weight_decay``, ``maximize``, ``eps``,
+            ``floor`` and ``capturable``. ``metric`` defaults to ``"monte-carlo"``, without criterion to ``"outer-product"``.
     """
 
     def __init__(
@@ -100,12 +100,12 @@ class Langevin(Riemannian):
         }
 
     def _precision(self, parameter: Tensor) -> float:
-        r""":math:`1/(N σ_0^2)`, with the inputs of a unit above the line for its weights."""
+        r"""The prior's precision over *N*: :math:`1/(N σ_0^2)`, times the number of a unit's inputs for its weights."""
         inputs = self._inputs.get(parameter, 1)  # type: ignore[call-overload]
         return inputs / (self.data_size * self._group[parameter]["prior"] ** 2)
 
     def _gradient(self, parameter: Tensor) -> Tensor:
-        """The gradient of the mean loss and of the prior, as a share of one sample."""
+        """The gradient of the mean loss plus 1/N of that of the prior's negative logarithm."""
         return super()._gradient(parameter).add(parameter, alpha=self._precision(parameter))
 
     def _descend_(self, block: DiagonalBlock, update: Update | None = None) -> bool:
@@ -141,7 +141,7 @@ class Langevin(Riemannian):
                 yield p, self._alone(p, state["square"].sqrt(), noise)
 
     def _in_block(self, block: QuasiDiagonalBlock | UnitwiseBlock, noise: _Noise) -> list[Tensor]:
-        """Both parts at once, in the coordinates in which the metric is the identity matrix."""
+        """Gradient step and noise together, in the coordinates in which the metric is the identity matrix."""
         dtype = dtype_of(block, self.state)
         v = block.rows_of([self._gradient(p).to(dtype) for p in block.parameters])
         half = root_of(block, self.state, [self._precision(p) for p in block.parameters])
@@ -165,7 +165,7 @@ class Langevin(Riemannian):
 
 
 class _Noise:
-    """Standard normal numbers that seed and step determine, so that there is nothing to save; all ranks draw the same."""
+    """Standard normal numbers, determined by seed and step: no generator need be saved, and all ranks draw the same."""
 
     def __init__(self, seed: int, step: int) -> None:
         self._place = f"noise {seed} {step}"
@@ -183,7 +183,7 @@ class _Noise:
 
 
 class Cholesky(NamedTuple):
-    r"""As :class:`quasidiag.root.Root` for full blocks: :math:`M = L L^⊤`, so that :math:`A = L^⊤`."""
+    r"""As :class:`quasidiag.root.Root`, for full blocks: :math:`M = L L^⊤`, so that :math:`A = L^⊤`."""
 
     lower: Tensor
     bias: bool
@@ -202,9 +202,9 @@ class Cholesky(NamedTuple):
 def root_of(
     block: QuasiDiagonalBlock | UnitwiseBlock, state: State, prior: list[float]
 ) -> root.Root | Cholesky:
-    r"""The root of a block's metric with the prior's precisions, bias and weights, on its diagonal.
+    r"""The root of a block's metric with the precisions ``prior`` (of bias and weights) added to its diagonal.
 
-    Measured from the point *c*, the bias's :math:`e_0` adds :math:`e_0 (1, -c)(1, -c)^⊤`.
+    For moments with the shift *c*, the precision :math:`e_0` of the bias adds :math:`e_0 (1, -c)(1, -c)^⊤`.
     """
     if isinstance(block, UnitwiseBlock):
         full = state[block.weight]["block"].clone()
@@ -222,7 +222,7 @@ def root_of(
 
 
 def _check(group: dict[str, Any]) -> None:
-    """A param group has nothing that would change what is sampled."""
+    """Raise if a param group has an option that would change the distribution that is sampled."""
     for name in ("momentum", "weight_decay", "maximize"):
         if group[name]:
             raise ValueError(

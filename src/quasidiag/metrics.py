@@ -35,7 +35,7 @@ def cotangents(
 ) -> Iterator[Tensor]:
     r"""The vectors at the output whose backpropagated squares sum to the metric's weights :math:`w = \sum_k δ_k^2`.
 
-    Each is a derivative of one sample's own loss (not of the mean), and made when it is asked for.
+    Each is a derivative of single samples' losses (not of the mean). They are made one at a time.
     """
     output = output.detach()
     if output.dtype in (torch.float16, torch.bfloat16):
@@ -52,6 +52,7 @@ def cotangents(
     else:
         raise ValueError(f"the {metric} metric has no vectors at the output")
     counted = criterion.counted(output, target)
-    fill = Tensor.masked_fill_ if metric == "monte-carlo" else Tensor.masked_fill  # theirs are ours
+    # In place where the vectors are new tensors.
+    fill = Tensor.masked_fill_ if metric == "monte-carlo" else Tensor.masked_fill
     for vector in vectors:
         yield vector if counted is None else fill(vector, ~counted, 0.0)

@@ -17,14 +17,14 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 
-#: What nearly every tensor is.
+#: The types of plain tensors, unlike ``DTensor`` and other subclasses.
 PLAIN = (Tensor, nn.Parameter)
 
 
 class Moments(NamedTuple):
-    """Averages so far: ``m00`` one per unit, ``m0i`` and ``mii`` in the weight's own shape.
+    """The moments of a layer's units: ``m00`` one per unit, ``m0i`` and ``mii`` in the weight's own shape.
 
-    ``m0i`` is ``None`` where there is no bias row, ``m00`` where there is no bias.
+    ``m00`` is ``None`` without a bias, ``m0i`` without a bias row, ``mii`` without a weight.
     """
 
     m00: Tensor | None
@@ -49,7 +49,7 @@ def recentre(moments: Moments, move: Tensor) -> Moments:
 
 
 def square(delta: Tensor, dtype: torch.dtype) -> Tensor:
-    """``delta²`` in at least the metric's precision, with what would be denormal set to zero.
+    """``delta²`` in the precision ``dtype``, with what would be denormal set to zero.
 
     A denormal float slows a CPU down about tenfold, in every product that it enters.
     """
@@ -58,16 +58,16 @@ def square(delta: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 def cast(x: Tensor, dtype: torch.dtype) -> Tensor:
-    """``x.to(dtype)``, without the call where there is nothing to do: of small layers a step is made of calls."""
+    """``x.to(dtype)``, without the call if ``x`` has that dtype: with small layers a step's time goes into calls."""
     return x if x.dtype is dtype else x.to(dtype)
 
 
 def smallest(dtype: torch.dtype) -> float:
-    """Below this a moment counts as zero: far enough above the denormals that products with it stay out of them."""
+    """Moments below this count as zero; it is large enough that products with the remaining ones are not denormal."""
     return torch.finfo(dtype).tiny * 2.0**24
 
 
 def full_precision(device: torch.device) -> AbstractContextManager[object]:
-    """The metric is kept and inverted in its own precision, also when called under autocast."""
+    """A context without autocast: the metric is kept and inverted in its own precision."""
     on = torch.is_autocast_enabled(device.type)
     return torch.autocast(device.type, enabled=False) if on else nullcontext()

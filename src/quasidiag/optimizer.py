@@ -39,7 +39,7 @@ class Riemannian(Saved):
         M &← (1-γ) M + γ M_b \\
         θ &← θ - η M^{-1} v
 
-    where :math:`M^{-1}` is taken unit by unit (:mod:`quasidiag.reductions`). The loop is the one everybody has::
+    where :math:`M^{-1}` is taken unit by unit (:mod:`quasidiag.reductions`). The training loop is the usual one::
 
         optimizer = Riemannian(model, criterion, lr=1e-2)
         for x, t in loader:
@@ -49,61 +49,60 @@ class Riemannian(Saved):
 
     Args:
         model: the model to train. Its layers are watched while it is in training mode.
-        criterion: an output model (:mod:`quasidiag.outputs`). The outer product metric needs none, and then takes any
-            loss that is a mean (or sum, see ``loss_reduction``) over the batch.
-        lr: the step size :math:`η`, a number or a tensor. Without one the step is ``"auto"``.
+        criterion: an output model (:mod:`quasidiag.outputs`). Without one, only the outer product metric can be used, and
+            the loss may be any that is a mean (or sum, see ``loss_reduction``) over the batch.
+        lr: the step size :math:`η`, a number or a tensor. If it is left out, ``step`` is ``"auto"``.
         step: ``"fixed"``, or ``"auto"``: the length comes from the exact quadratic model of the loss
-            (:mod:`quasidiag.auto`), nothing needs tuning, and ``lr`` is a factor of 1 that schedulers may lower.
-        metric: ``"outer-product"``, ``"monte-carlo"``, ``"exact"`` or ``"backpropagated"``; the first by default, the
-            second with ``step="auto"``.
+            (:mod:`quasidiag.auto`), nothing needs tuning, and ``lr`` is a factor (1 by default) that schedulers may lower.
+        metric: ``"outer-product"``, ``"monte-carlo"``, ``"exact"`` or ``"backpropagated"`` (:mod:`quasidiag.metrics`); by
+            default the first, or the second with ``step="auto"``.
         reduction: ``"quasi-diagonal"``, ``"diagonal"`` or ``"unitwise"``.
-        gamma: the weight of each new minibatch in the moving average: 0.01, or 0.1 with ``step="auto"``.
+        gamma: the weight :math:`γ` of each new minibatch in the moving average: 0.01, or 0.1 with ``step="auto"``.
         eps: added to the metric's diagonal: 1e-8, or 0 with ``step="auto"``, which has relative safeguards instead.
         floor: a lower bound on the solve's denominator; ``None`` means ``eps``, as in the paper, ``0.0`` none.
         samples: targets drawn per sample, for the Monte Carlo metric.
-        momentum: of the Riemannian gradient, as in ``torch.optim.SGD``.
+        momentum: the momentum factor, on the Riemannian gradient, as in ``torch.optim.SGD``.
         weight_decay: decoupled, as in AdamW; with ``step="auto"`` a part of the loss, as in SGD
             (:mod:`quasidiag.auto.penalty`). It breaks the invariance.
-        maximize: go up the loss.
+        maximize: maximize the loss instead of minimizing it.
         params: param groups as in ``torch.optim``, each with its own ``lr``, ``gamma``, ``eps``, ``floor``,
-            ``momentum``, ``weight_decay``; by default all that is trainable in the model and the criterion.
-        metric_start: ``"first"`` sets the metric by the first minibatch, an integer averages that many
-            (:math:`γ_t = \max(γ, 1/(t+1))`), ``"identity"`` starts at the identity matrix. By default ``"first"``, or
-            a plain average of as many as there are with ``step="auto"``.
-        metric_every: update the metric every so many steps: every one, or every eighth with ``step="auto"``.
-        sharing: what a layer that is applied at several positions of a sample counts (:mod:`quasidiag.sharing`):
-            ``"expand"`` each position as one more occurrence, ``"exact"`` the gradient of the whole sample,
+            ``momentum``, ``weight_decay``; by default one group of all trainable parameters of model and criterion.
+        metric_start: ``"first"`` sets the metric to the first minibatch's, ``"identity"`` starts at the identity matrix, an
+            integer *n* takes :math:`γ_t = \max(γ, 1/(t+1))` for the first *n* minibatches, which at first is a plain
+            average. By default ``"first"``; with ``step="auto"`` this :math:`γ_t` throughout.
+        metric_every: update the metric every this many steps: 1, or with ``step="auto"`` 8 (after the first four).
+        sharing: how a layer that is applied at several positions of a sample enters the metric (:mod:`quasidiag.sharing`):
+            ``"expand"`` counts each position as one more occurrence, ``"exact"`` takes the gradient of the whole sample,
             ``"reduce"`` one position with the average activity.
-        metric_fraction: the share of each minibatch that enters the metric; of lookup tables all of it does.
-        step_fraction: the share of each minibatch on which ``step="auto"`` measures its quadratic model, 128 terms of
-            its loss at least; by default a half, and of no more than 2,048 terms.
-        step_every: it does so every so many steps, by default every sixth.
+        metric_fraction: the share of each minibatch that enters the metric; lookup tables always use all of it.
+        step_fraction: the share of each minibatch on which ``step="auto"`` measures its quadratic model, but at least 128
+            terms of the loss; by default a half, and at most 2,048 terms.
+        step_every: ``step="auto"`` measures its quadratic model every this many steps, by default 6.
         orthogonal: whether ``step="auto"`` gives all directions of a layer's gradient the same strength
-            (:mod:`quasidiag.auto.orthogonal`), as it does by default; else it follows the Riemannian gradient itself. With
-            it ``eps`` and ``floor`` do not count. The unitwise reduction has no such directions.
-        averaged: whether the parameters that ``step="auto"`` leaves between two steps are an average of where training
-            was lately (:mod:`quasidiag.auto.rest`), as they are by default; training itself is the same either way.
+            (:mod:`quasidiag.auto.orthogonal`), the default, or follows the Riemannian gradient itself. If ``True``,
+            ``eps`` and ``floor`` have no effect. The unitwise reduction is never orthogonalised.
+        averaged: whether ``step="auto"`` leaves the model at an average of its recent parameters between two steps
+            (:mod:`quasidiag.auto.rest`), the default; training itself is the same either way.
         safeguard: bounds on the metric relative to the mean of its unit and of its layer
             (:func:`quasidiag.reductions.safeguarded`), or ``None`` for none; by default only ``step="auto"`` has them.
-        loss_reduction: ``"mean"`` or ``"sum"``; what the loss does over the batch, where there is no criterion.
-        loss_scale: what the loss is multiplied by before its backward pass, where there is no criterion to see it: a
-            number, or a function such as ``torch.amp.GradScaler.get_scale``.
-        seed: of the generator of the Monte Carlo targets.
-        nonfinite: ``"skip"`` reports a minibatch with a gradient that is not finite and leaves everything as it was,
-            ``"raise"`` raises.
-        foreach: solve and update many tensors with one call each (:mod:`quasidiag.together`,
-            :mod:`quasidiag.auto.stacks`): ``True`` all that can be, at the price of memory, ``False`` none, ``None`` those
-            that are not large.
-        capturable: never wait for the device, so that a step can be captured in a CUDA graph; minibatches are then not
-            looked at for finiteness.
+        loss_reduction: without a criterion, whether the loss is a ``"mean"`` or a ``"sum"`` over the batch.
+        loss_scale: without a criterion, what the loss is multiplied by before its backward pass: a number, or a function
+            such as ``torch.amp.GradScaler.get_scale``.
+        seed: the seed of the generator that draws the Monte Carlo targets.
+        nonfinite: what to do with a minibatch whose gradient is not finite: ``"skip"`` warns and leaves everything as it
+            was, ``"raise"`` raises ``FloatingPointError``.
+        foreach: solve and update many tensors in one call (:mod:`quasidiag.together`, :mod:`quasidiag.auto.stacks`):
+            ``True`` wherever possible, at the price of memory, ``False`` never, ``None`` for tensors that are not large.
+        capturable: never wait for the device, so that a step can be captured in a CUDA graph; whether gradients are finite
+            is then not checked.
         process_group: the ranks whose samples enter the metric together. ``"auto"`` finds those of DDP or
-            ``fully_shard``, or else takes everybody; ``None`` keeps this rank to itself.
+            ``fully_shard``, or else takes all ranks; ``None`` keeps this rank to itself.
 
-    What is not in a layer that quasidiag knows follows a diagonal rule of its own, the one of
-    :class:`quasidiag.AdaGrad`; parameters of the criterion are divided by their Fisher information.
+    Parameters outside the layers that quasidiag knows follow the diagonal rule of :class:`quasidiag.AdaGrad`. The
+    gradients of the criterion's own parameters are divided by their Fisher information.
 
-    A model may be compiled with ``torch.compile``, before or after, as long as its first call comes after the optimizer;
-    its graph has a break at every layer that is watched. The step itself runs outside of compiled graphs.
+    The model may be compiled with ``torch.compile``, before or after the optimizer is made, if it is called for the first
+    time after that; the graph breaks at every layer that is watched. The step itself runs outside of compiled graphs.
     """
 
     def __init__(
@@ -197,11 +196,11 @@ class Riemannian(Saved):
         self._attach()
 
     def _attach(self) -> None:
-        """Watch the model. A copied or unpickled optimizer does so again, with the model that came along."""
+        """Watch the model; also called for a copied or unpickled optimizer, whose model was copied with it."""
         self._find()
         self._sums, self._idle, self._stacks = Sums(), idle(self), Stacks()
         self._plan: Plan | None = None
-        #: Blocks that had a gradient before they had a metric: until they do, no step does without one.
+        #: Blocks that had a gradient but have no metric yet: until they do, every step updates the metric.
         self._late: set[DiagonalBlock] = set()
         self._collector = Collector(
             self.model,
@@ -225,7 +224,7 @@ class Riemannian(Saved):
         self._count(self.steps)
 
     def _find(self) -> None:
-        """Which parameter belongs to what: a block, the criterion, or the diagonal rule."""
+        """Assign every parameter to a block, the criterion, or the diagonal rule."""
         self._group = {p: group for group in self.param_groups for p in group["params"]}
         self._units = find_units(self.model, self._group, self.reduction, self.sharing)
         self._blocks, self._owner = self._units.blocks, self._units.owner
@@ -256,7 +255,7 @@ class Riemannian(Saved):
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Add a param group; its layers are watched from the next forward pass on.
 
-        A block that grows by it (a bias that was frozen, say) begins its metric anew.
+        A block that gains a parameter (a bias that was frozen, say) starts its metric anew.
         """
         group = {**self.defaults, **param_group}
         for name in ("lr", "gamma", "eps", "floor", "momentum", "weight_decay"):
@@ -283,7 +282,7 @@ class Riemannian(Saved):
     @hidden
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        """Update the metric by the minibatch, and the parameters by its Riemannian gradient."""
+        """Update the metric with the minibatch, then the parameters; returns the value of ``closure``, if one is given."""
         loss = None
         if closure is not None:
             with torch.enable_grad():
@@ -325,7 +324,7 @@ class Riemannian(Saved):
     def precondition_(self) -> None:
         """Update the metric and turn every ``.grad`` into the Riemannian gradient, in place.
 
-        For people who bring their own optimizer, which then takes the step.
+        For use with another optimizer, which then takes the step.
         """
         with full_precision(next(iter(self._group)).device):
             if ready(self):
@@ -338,7 +337,7 @@ class Riemannian(Saved):
         self._forget()
 
     def moments(self, layer: nn.Module | nn.Parameter) -> Moments:
-        """The moments of a layer's units, averaged so far; of one block of an LSTM or an attention, by its weight."""
+        """The averaged moments of a layer; for one block of an LSTM or attention layer, pass the block's weight."""
         own = (b for b in self._blocks if any(p is layer for p in b.parameters))
         block = self._owner.get(layer) if isinstance(layer, nn.Module) else next(own, None)
         if block is None:
@@ -349,7 +348,7 @@ class Riemannian(Saved):
 
     @property
     def generator(self) -> torch.Generator | None:
-        """Where the Monte Carlo targets are drawn from, once there was a draw; a CUDA graph must register it."""
+        """The generator of the Monte Carlo targets, ``None`` before the first draw; a CUDA graph must register it."""
         return self._collector.generator
 
     def zero_grad(self, set_to_none: bool = True) -> None:
@@ -357,24 +356,24 @@ class Riemannian(Saved):
         self._restart()
 
     def _restart(self) -> None:
-        """The gradients are gone, and what their backward passes left goes with them."""
+        """Drop what the backward passes so far have left: their gradients are gone."""
         self._collector.restart()
         self._sums.clear()
         if self._model is not None:
             self._model.replay.restart()
 
     def _before_pass(self) -> None:
-        """A backward pass begins. If gradients are accumulating, only its own activities will be kept."""
+        """When a backward pass begins: sum up the records of earlier ones if gradients accumulate, else drop them."""
         if placeholder.there(self):
             self.state.clear()
         accumulating = any(p.grad is not None or is_sharded(p) for p in self._group)
-        if not accumulating:  # fully_shard alone keeps gradients out of sight until it reduces them
+        if not accumulating:  # fully_shard hides gradients until they are reduced, so it may be
             self._restart()
         elif self._exchange is None:
             self._fold()
 
     def _lead(self, *_: Any) -> None:
-        """A forward pass begins. In training it runs where training is."""
+        """When a forward pass begins in training: move from the averaged parameters to the current ones."""
         if self.model.training and torch.is_grad_enabled():
             rest.lead_(self)
 
@@ -384,7 +383,7 @@ class Riemannian(Saved):
         self._collector.records = []
 
     def close(self) -> None:
-        """Leave the model, at rest: no hook stays behind. The state can still be read and saved."""
+        """Remove all hooks; with ``step="auto"`` the model is left at its average. The state can still be read and saved."""
         rest.settle_(self)
         self._collector.close()
         if self._model is not None:
@@ -401,16 +400,16 @@ class Riemannian(Saved):
         return "updates" in self.state.get(block.home, {})
 
     def _known(self, block: DiagonalBlock) -> bool:
-        """Whether a block has a metric, or will by this step; one that was frozen so far may have to wait for it."""
+        """Whether a block has a metric or gets one in this step; one that was frozen so far may have to wait for it."""
         return self._collector.due or self._started(block)
 
     def name_of(self, parameter: Tensor) -> str:
-        """What a parameter is called in the model."""
+        """The name of a parameter in the model or the criterion."""
         return validate.name_of(parameter, self.model, self.criterion)
 
     def _update_metric(self) -> None:
         r""":math:`M ← (1-γ) M + γ M_b`."""
-        alone = self._exchange is None  # or all ranks take part, whatever each has seen
+        alone = self._exchange is None  # else all ranks take part, whatever each has seen
         if not (self._collector.due and self._blocks) or (alone and not self._collector.passes):
             return
         factor = self._collector.factor()
@@ -421,7 +420,7 @@ class Riemannian(Saved):
         if self._sums:
             self._fold()
         fresh: set[DiagonalBlock] = set()
-        gains: dict[float, float | Tensor] = {}  # on a GPU every product is a kernel
+        gains: dict[float, float | Tensor] = {}  # computed once: on a GPU each is a kernel
         for module, a, w in self._collector.records:
             block = self._owner[module]
             self._start(block, a)
@@ -457,7 +456,7 @@ class Riemannian(Saved):
         batches: dict[DiagonalBlock, list[DiagonalBlock]] | None = None,
         without: Collection[DiagonalBlock] = (),
     ) -> Iterator[tuple[nn.Parameter, Tensor]]:
-        """The Riemannian gradient of every parameter that has one."""
+        """Each parameter that has a gradient, with its Riemannian gradient; not for the blocks in ``without``."""
         batches = together.batches(self) if batches is None else batches
         for block in self._blocks:
             batch = batches.get(block, [block])
@@ -472,7 +471,7 @@ class Riemannian(Saved):
         yield from together.others(self)
 
     def _gradient(self, parameter: Tensor) -> Tensor:
-        """The gradient of the mean loss, in the metric's precision, downhill."""
+        """The gradient of the mean loss, with that of a penalty, in the metric's precision; negated to maximize."""
         dtype = torch.promote_types(parameter.dtype, torch.float32)
         if parameter.grad is None:
             return torch.zeros_like(parameter, dtype=dtype)
@@ -484,7 +483,7 @@ class Riemannian(Saved):
         return -gradient if self._group[parameter]["maximize"] else gradient
 
     def _forget(self) -> None:
-        """No reference to the batch survives the step."""
+        """Drop all references to the batch, and count the step."""
         late = (b for b in self._blocks if b in self._late or b.home.grad is not None)
         self._late = {block for block in late if not self._started(block)}
         self._sums.clear()
@@ -495,7 +494,7 @@ class Riemannian(Saved):
         self._count(self.steps + 1)
 
     def _count(self, steps: int) -> None:
-        # In the param group too, because torch.distributed.checkpoint saves nothing else.
+        # In the param group too, because torch.distributed.checkpoint saves only the state and the groups.
         self.steps = self.param_groups[0]["steps"] = steps
         self._collector.schedule(descent.metric_due(self) or bool(self._late))
         self._collector.next_step(steps)

@@ -1,8 +1,8 @@
 r"""Output models: what the network's output says about the target.
 
-Each is a criterion whose value is the mean negative log-likelihood :math:`ℓ = -\ln p(t | y)` over the batch, and
-knows what the metrics ask of it: a target drawn from the model (Monte Carlo), vectors whose outer products sum to the
-Fisher matrix of the output (exact), its diagonal (backpropagated), and its quadratic form.
+Each is a criterion whose value is the mean negative log-likelihood :math:`ℓ = -\ln p(t | y)` over the batch. It also has
+what the metrics need: a target drawn from the model (Monte Carlo), vectors whose outer products sum to the Fisher matrix
+of the output (exact), that matrix's diagonal (backpropagated), and its quadratic form.
 
 ==================  =============================================  ======================================
 model               Fisher matrix of the output                    vectors
@@ -29,12 +29,12 @@ from torch import Generator, Tensor, nn
 class OutputModel(nn.Module, ABC):
     """A criterion that is also a probability model of the target."""
 
-    #: No value is less than this, for any output and target: no automatic step then promises to go below. A subclass whose
-    #: values may be less than those of its parent must say so.
+    #: A lower bound on the criterion's value for all outputs and targets, below which no automatic step promises to go. A
+    #: subclass whose values can be less than its parent's bound must set its own.
     least: float = -math.inf
 
     def least_of(self, output: Tensor) -> float:
-        """The same for outputs of this shape: the constants of a density count, in float64.
+        """The lower bound for outputs of this shape, with the constants of a density, computed in float64.
 
         What a step may promise is bounded by ``least`` alone: next to a constant, float32 would hide how small a loss is.
         """
@@ -45,40 +45,40 @@ class OutputModel(nn.Module, ABC):
         """The mean negative log-likelihood over the batch."""
 
     def terms(self, output: Tensor, target: Tensor) -> int | Tensor:
-        """How many samples the mean is over."""
+        """The number of terms that the mean is over: samples or, for sequences, their positions."""
         return output.shape[0]
 
     def classes(self, output: Tensor) -> int:
-        """How many answers there are to choose from, if they have nothing in common; else 1."""
+        """The number of classes of a categorical target; 1 for other targets."""
         return 1
 
     def counted(self, output: Tensor, target: Tensor) -> Tensor | None:
-        """A mask over the output where some samples do not count, else ``None``."""
+        """A mask over the output, false for samples that do not count; ``None`` if all do."""
         return None
 
     def read(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Tensor, Tensor]:
-        """Output and target, however :meth:`forward` was given them."""
+        """Output and target from the arguments of :meth:`forward`, positional or by keyword."""
         if len(args) < 2:
             args = tuple(signature(self.forward).bind(*args, **kwargs).arguments.values())
         return args[0], args[1]
 
     @abstractmethod
     def residual(self, output: Tensor, target: Tensor) -> Tensor:
-        """The derivative of each sample's negative log-likelihood with respect to the output, as a tensor of its own.
+        """The derivative of each sample's negative log-likelihood with respect to the output, as a new tensor.
 
-        Override it along with :meth:`forward`: the automatic step takes what a gradient has besides for another loss.
+        Override it along with :meth:`forward`: the automatic step takes any other part of the gradient for another loss's.
         """
 
     @abstractmethod
     def sample(self, output: Tensor, generator: Generator | None = None) -> Tensor:
-        """A target drawn from the model, for each sample."""
+        """A target for each sample, drawn from the distribution that the output stands for."""
 
     @abstractmethod
     def vectors(self, output: Tensor) -> Tensor:
         """``[K, *output.shape]``: vectors whose outer products sum to the Fisher matrix of each sample's output."""
 
     def each_vector(self, output: Tensor) -> Iterator[Tensor]:
-        """The same one after the other, for whoever needs one at a time."""
+        """The vectors of :meth:`vectors` one at a time, which takes less memory."""
         yield from self.vectors(output)
 
     @abstractmethod
@@ -94,7 +94,7 @@ class OutputModel(nn.Module, ABC):
         return {}
 
     def along(self, p: Tensor, step: Tensor) -> Tensor:
-        """The way that a parameter of its own goes for a part of its natural step: that step, unless it may be too long."""
+        """The change of the parameter ``p`` for ``step``, a part of its natural step: ``step`` itself, unless too long."""
         return step
 
     def project_(self) -> None:
@@ -102,7 +102,7 @@ class OutputModel(nn.Module, ABC):
 
 
 class Categorical(OutputModel):
-    r"""Softmax: logits ``[..., K]``, targets the class numbers ``[...]``.
+    r"""Softmax over *K* classes: the output is logits ``[..., K]``, the target class numbers ``[...]``.
 
     The value is the mean of :math:`-\ln p_t` over all targets but those equal to ``ignore_index``.
     """
@@ -162,15 +162,15 @@ class Categorical(OutputModel):
         return output.softmax(-1).scatter_add_(-1, classes, -one)
 
     def sample(self, output: Tensor, generator: Generator | None = None) -> Tensor:
-        # As torch.multinomial draws, the largest p/q, but without its look at the probabilities: that waits for the
-        # device, and a non-finite row would abort, on CUDA with the whole context. With many classes memory counts.
+        # As torch.multinomial draws: the class with the largest p/q, q exponential. But without its check of p, which waits
+        # for the device and on CUDA ends the whole context if p is not finite. In place, as there may be many classes.
         q = torch.empty_like(output, memory_format=torch.contiguous_format)
         q.exponential_(generator=generator)
         return q.log_().neg_().add_(output).argmax(-1)
 
     def vectors(self, output: Tensor) -> Tensor:
-        # The columns of the Cholesky factor, one fewer than classes: the rank. Each class against those after it.
-        if output.shape[-1] == 1:  # nothing to know: a Fisher matrix of zero
+        # The columns of the Cholesky factor, each class against those after it: one fewer than classes, which is the rank.
+        if output.shape[-1] == 1:  # the Fisher matrix is zero
             return torch.zeros_like(output).unsqueeze(0)
         p, root, after = self._factors(output)
         vectors = (-p.unsqueeze(-2) / after.unsqueeze(-1)).triu(1)
@@ -182,7 +182,7 @@ class Categorical(OutputModel):
             yield from self.vectors(output)
         p, root, after = self._factors(output)
         part = (root / after).neg_()
-        del after  # as large as the output, as all of these
+        del after  # each of these is as large as the output
         for k in range(p.shape[-1] - 1):
             vector = p * part[..., k : k + 1]
             vector[..., :k] = 0.0
@@ -191,7 +191,7 @@ class Categorical(OutputModel):
 
     @staticmethod
     def _factors(output: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """The probabilities, each column's length, and what is left after each class."""
+        """The probabilities, the diagonal of the Cholesky factor, and the total probability of the classes after each."""
         p = output.softmax(-1)
         tails = p.flip(-1).cumsum(-1).flip(-1).clamp_min(torch.finfo(p.dtype).tiny)
         return p, (p[..., :-1] * tails[..., 1:] / tails[..., :-1]).sqrt(), tails[..., 1:]
@@ -207,7 +207,7 @@ class Categorical(OutputModel):
 
 
 class _Elementwise(OutputModel):
-    """Outputs independent given the network: the Fisher matrix is diagonal, one vector a coordinate."""
+    """Independent outputs: the Fisher matrix is diagonal, and there is one vector for each coordinate."""
 
     def vectors(self, output: Tensor) -> Tensor:
         flat = self.fisher(output).sqrt().expand_as(output).reshape(len(output), -1)
@@ -231,7 +231,7 @@ class _Elementwise(OutputModel):
 
 
 class Gaussian(_Elementwise):
-    r"""Independent normal outputs of given standard deviation, around the network's output.
+    r"""Independent normal targets around the network's output, with given standard deviations ``std``.
 
     .. math:: ℓ = \sum_k \frac{(y_k - t_k)^2}{2σ_k^2} + \ln σ_k + \tfrac12 \ln 2π
 
@@ -248,7 +248,7 @@ class Gaussian(_Elementwise):
         self.register_buffer("std", std)
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Gaussian:
-        """Go along to another device, but not to another precision: digits once rounded off do not come back."""
+        """Move ``std`` to another device but keep its precision: digits once rounded off do not come back."""
         exact = self.std
         self.std = exact.float()
         super()._apply(fn, recurse)
@@ -290,7 +290,7 @@ class Gaussian(_Elementwise):
         return output + self._std(output) * noise
 
     def fisher(self, output: Tensor) -> Tensor:
-        # A number goes with outputs anywhere, its expansion does not.
+        # A number on the CPU works with outputs on any device, but not once it is expanded to their shape.
         return self._std(output).square().reciprocal().to(output.device).expand_as(output)
 
     def _std(self, output: Tensor) -> Tensor:
@@ -298,10 +298,10 @@ class Gaussian(_Elementwise):
 
 
 class LearnedGaussian(Gaussian):
-    r"""Normal outputs whose standard deviations are learned, one per output and never below ``min_std``.
+    r"""Normal targets around the network's output, with learned standard deviations of at least ``min_std``, one per output.
 
-    The parameter is :math:`\ln σ`, whose Fisher information is 2 for every output, whatever the network does. 8-bit
-    images cannot be known better than ``min_std=1/256``.
+    ``n`` is the shape of one sample's output. The parameter is :math:`\ln σ`, whose Fisher information is 2 for every
+    output, whatever the network does. The default ``min_std=1/256`` is the resolution of 8-bit images.
     """
 
     def __init__(self, n: int | Sequence[int], min_std: float = 1 / 256) -> None:
@@ -329,7 +329,7 @@ class LearnedGaussian(Gaussian):
 
     @property
     def std(self) -> Tensor:  # type: ignore[override]
-        # The bound acts on the value alone, so that a σ at the bound can still be pulled up.
+        # The bound changes the value but not the derivative, so that a σ at the bound can still grow.
         bounded = self.log_std.detach().clamp_min(math.log(self.min_std)) - self.log_std.detach()
         return (self.log_std + bounded).exp()
 
@@ -337,11 +337,11 @@ class LearnedGaussian(Gaussian):
         return {self.log_std: torch.full_like(self.log_std, 2.0)}
 
     def along(self, p: Tensor, step: Tensor) -> Tensor:
-        r"""A part :math:`a` of the natural step is an average of variances, :math:`σ^2 ← (1 - a)\, σ^2 + a\, e^2`.
+        r"""A part :math:`a` of the natural step averages variances, :math:`σ^2 ← (1 - a)\, σ^2 + a\, e^2`.
 
-        In :math:`\ln σ` it would be linear in the squared errors :math:`e^2`, and lead anywhere where these are large.
+        Applied to :math:`\ln σ` directly, it would be linear in the squared errors :math:`e^2`, and too long for large ones.
         """
-        return torch.log1p(2 * step.clamp_min(-0.25)) / 2  # no part is more than a half
+        return torch.log1p(2 * step.clamp_min(-0.25)) / 2  # a ≤ 1/2, so the step ≥ -1/4
 
     @torch.no_grad()
     def project_(self) -> None:
@@ -349,7 +349,7 @@ class LearnedGaussian(Gaussian):
 
 
 class Bernoulli(_Elementwise):
-    r"""Independent coins with the network's output as logits; targets in [0, 1].
+    r"""Independent binary targets with the network's output as logits; targets may be anywhere in [0, 1].
 
     .. math:: ℓ = -\sum_k t_k \ln y_k + (1 - t_k) \ln(1 - y_k), \qquad y = \mathrm{sigmoid}(\text{output})
     """

@@ -1,7 +1,7 @@
-"""A state to load into: what ``torch.distributed.checkpoint`` wants of an optimizer that was just made.
+"""A placeholder state for ``torch.distributed.checkpoint`` to load into.
 
-It finds out which state there will be by a step with zero gradients and learning rates. No minibatch stands behind that
-step, so what it leaves is a placeholder, to be overwritten by a checkpoint, or dropped when training begins.
+To find out which state a new optimizer will have, it takes a step with zero gradients and learning rates. That step has
+no minibatch, so the state it creates is a placeholder: a checkpoint overwrites it, or it is dropped when training begins.
 """
 
 from __future__ import annotations
@@ -18,13 +18,13 @@ if TYPE_CHECKING:
 
 
 def wanted(optimizer: Riemannian) -> bool:
-    """Whether this step is the one of ``torch.distributed.checkpoint``."""
+    """Whether this step is the one that ``torch.distributed.checkpoint`` takes: nothing seen yet, and every ``lr`` 0."""
     fresh = not optimizer.state and not optimizer._collector.passes
     return fresh and all(float(group["lr"]) == 0 for group in optimizer.param_groups)
 
 
 def fill_(optimizer: Riemannian) -> None:
-    """Make room for everything that training will keep."""
+    """Create zeros for the metric, the squares of the diagonal rule, and the momentum."""
     for block in optimizer._blocks:
         rows, state = rows_of(block, optimizer.state)
         inputs = block.weight.shape[-1] if block.weight is not None and block.weight.dim() else 0

@@ -1,4 +1,4 @@
-"""Parameters kept along the way of :class:`quasidiag.Langevin`, and what they predict together."""
+"""Samples of parameters from a run of :class:`quasidiag.Langevin`, and their averaged predictions."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from torch.func import functional_call
 
 
 class Posterior:
-    r"""Samples of a model's parameters. Predictions are averaged over them, :math:`p(t|x) = \frac1K \sum_k p(t|x, θ_k)`::
+    r"""Samples of a model's parameters, to average predictions over, :math:`p(t|x) = \frac1K \sum_k p(t|x, θ_k)`::
 
         posterior = Posterior(model)
         for step, (x, t) in enumerate(batches):
@@ -20,10 +20,10 @@ class Posterior:
             if step >= burn_in and step % 50 == 0:
                 posterior.collect()
         probabilities = posterior(x).softmax(-1).mean(0)  # a classifier
-        mean, std = posterior(x).mean(0), posterior(x).std(0)  # a regressor, its own noise apart
+        mean, std = posterior(x).mean(0), posterior(x).std(0)  # a regressor, without the targets' own noise
 
     Args:
-        model: the model that is sampled. It is left as it is.
+        model: the model that is sampled; making predictions does not change it.
     """
 
     def __init__(self, model: nn.Module) -> None:

@@ -1,4 +1,4 @@
-"""The paper's six, with its defaults: a metric and a reduction each."""
+"""The paper's six Riemannian algorithms: :class:`Riemannian` with a fixed metric and reduction, and the paper's defaults."""
 
 from __future__ import annotations
 
@@ -32,36 +32,36 @@ class _Preset(Riemannian):
 
 
 class DOP(_Preset):
-    """Diagonal outer product."""
+    """Diagonal outer product (``metric="outer-product"``, ``reduction="diagonal"``)."""
 
     _metric, _reduction = "outer-product", "diagonal"
 
 
 class QDOP(_Preset):
-    """Quasi-diagonal outer product."""
+    """Quasi-diagonal outer product (``metric="outer-product"``, ``reduction="quasi-diagonal"``)."""
 
     _metric, _reduction = "outer-product", "quasi-diagonal"
 
 
 class DMCNat(_Preset):
-    """Diagonal Monte Carlo natural gradient."""
+    """Diagonal Monte Carlo natural gradient (``metric="monte-carlo"``, ``reduction="diagonal"``)."""
 
     _metric, _reduction = "monte-carlo", "diagonal"
 
 
 class QDMCNat(_Preset):
-    """Quasi-diagonal Monte Carlo natural gradient."""
+    """Quasi-diagonal Monte Carlo natural gradient (``metric="monte-carlo"``, ``reduction="quasi-diagonal"``)."""
 
     _metric, _reduction = "monte-carlo", "quasi-diagonal"
 
 
 class DNat(_Preset):
-    """Diagonal natural gradient, with the exact Fisher matrix."""
+    """Diagonal natural gradient (``metric="exact"``, ``reduction="diagonal"``)."""
 
     _metric, _reduction = "exact", "diagonal"
 
 
 class QDNat(_Preset):
-    """Quasi-diagonal natural gradient, with the exact Fisher matrix."""
+    """Quasi-diagonal natural gradient (``metric="exact"``, ``reduction="quasi-diagonal"``)."""
 
     _metric, _reduction = "exact", "quasi-diagonal"

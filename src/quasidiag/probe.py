@@ -1,9 +1,9 @@
-"""Hooks that see a layer's activity and its pre-activations' place in the graph, and let go of them.
+"""Hooks that record each layer's activity and where its pre-activations are in the autograd graph.
 
 A forward hook takes the input ``a`` and the *gradient edge* of the output, before any in-place activation can touch
 it. The derivative ``delta`` then arrives in one of two ways: the ordinary backward pass delivers it as it comes by
-(outer product), or it is asked for along the edge (every other metric). Either way it is the graph that holds what was
-seen: it goes when the graph does, whether a backward pass came or not.
+(outer product), or it is asked for along the edge (every other metric). Either way the graph itself holds the record,
+which is freed with the graph, whether a backward pass came or not.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ Layout = Callable[[Tensor | None], Tensor | None]
 
 
 class Seen(NamedTuple):
-    """One call of a layer: its activity, the number of samples in the model's call, and which call that was."""
+    """One call of a layer: its activity, the number of samples in the model's call, and that call's number."""
 
     module: nn.Module
     a: Tensor | Rerun
@@ -37,18 +37,18 @@ class Seen(NamedTuple):
     call: int
 
     def calls(self, deltas: Deltas) -> list[Call]:
-        """The layer, or the dense layers inside it, with the derivatives by the outputs given."""
+        """The layer, or the dense layers inside it, with activity and derivative, given the derivatives of its outputs."""
         if isinstance(self.a, Rerun):
             return self.a.calls(deltas)
         return [Call(self.module, self.a, delta) for delta in deltas if delta is not None]
 
 
 class Place:
-    """Where in the graph the derivative by an output arrives, whatever is done to that output in place.
+    """Where in the graph the derivative of an output arrives, even if that output is changed in place later.
 
-    An in-place operation on a view rewrites the history of what it is a view of, and the view's own node is never
-    run: so the place is then that of the tensor viewed, whose derivative is brought into the view's layout. Not so for
-    outputs besides the ``first``, which may be views of what the layer itself goes on to use.
+    An in-place operation on a view rewrites the history of the view's base, and the view's own node is never run. So
+    for a view the place is that of its base, whose derivative is rearranged into the view's layout. This holds for the
+    ``first`` output only: others may be views of tensors that the layer itself goes on to use.
     """
 
     def __init__(self, output: Tensor, first: bool) -> None:
@@ -63,7 +63,7 @@ class Place:
         return get_gradient_edge(self.tensor)
 
     def layout(self) -> Layout:
-        """From the derivative as it arrives to the output's own; holds no tensor."""
+        """A function that rearranges the derivative that arrives into the output's layout; it holds no tensor."""
         strides = self._strides
 
         def bring(gradient: Tensor | None) -> Tensor | None:
@@ -76,7 +76,7 @@ class Place:
 
 
 class Note(NamedTuple):
-    """What the graph holds of a call: no place of its own in it, or it would hold itself."""
+    """What the graph holds of a call. No edge of the call's own outputs: the graph would keep itself alive."""
 
     seen: Seen
     layouts: list[Layout]
@@ -85,14 +85,14 @@ class Note(NamedTuple):
 
 @dataclass(eq=False)
 class Use:
-    """One call of a layer, with the places in the graph of those of its outputs that something depends on, by number."""
+    """One call of a layer, with the gradient edges of its outputs, by number; only of outputs that the loss depends on."""
 
     loan: Loan
     note: Note
     places: dict[int, GradientEdge]
 
     def calls(self, gradients: Deltas) -> list[Call]:
-        """The layer, or the dense layers inside it, with what arrived at the edges."""
+        """As :meth:`Seen.calls`, given the derivatives that arrived at the :attr:`edges`."""
         arrived = dict(zip(self.places, gradients))
         return self.seen.calls([f(arrived.get(i)) for i, f in enumerate(self.note.layouts)])
 
@@ -126,7 +126,7 @@ class Use:
 
 
 class Hook:
-    """A hook that does not travel: a copied or pickled model carries an inert one, not the optimizer."""
+    """A hook that a copied or pickled model keeps as one that does nothing, so that the optimizer is not copied along."""
 
     def __init__(self, method: Callable[..., None] | None) -> None:
         self._method = None if method is None else weakref.WeakMethod(method)
@@ -145,7 +145,7 @@ class Hook:
 
     @staticmethod
     def sweep(module: nn.Module) -> None:
-        """Take the inert hooks off a copied module."""
+        """Remove from a module the hooks that do nothing, which copying has left there."""
         for hooks in (module._forward_hooks, module._forward_pre_hooks):
             for key, hook in list(hooks.items()):
                 if isinstance(hook, Hook) and (hook._method is None or hook._method() is None):
@@ -153,7 +153,7 @@ class Hook:
 
 
 class Outside:
-    """A hook in the graph. Where ``backward()`` is called in a compiled function it would be compiled as well."""
+    """A hook in the graph that is never compiled, not even if ``backward()`` is called in a compiled function."""
 
     def __init__(self, function: Callable[..., None]) -> None:
         self._function = function
@@ -164,14 +164,14 @@ class Outside:
 
 
 class Loan:
-    """What the autograd graph holds of a batch; ``None`` once it was called back."""
+    """Data of a batch that the autograd graph holds; ``lent`` is ``None`` once they were called back."""
 
     def __init__(self, lent: Any) -> None:
         self.lent = lent
 
 
 class Loans:
-    """What the graph holds, in the order in which it was lent; called back at the step, however long the graph lives."""
+    """All that the graph holds, in order. It is called back at the step, so that a graph that lives on holds no batch."""
 
     def __init__(self) -> None:
         self._loans: weakref.WeakValueDictionary[int, Loan] = weakref.WeakValueDictionary()
@@ -181,7 +181,7 @@ class Loans:
         return iter([*self._loans.values()])
 
     def lend(self, thing: Any) -> Loan:
-        """To whoever keeps the loan: a hook in the graph, or a node, see :meth:`leave`."""
+        """A loan of ``thing``, known here as long as it is kept by a hook in the graph or by a node (:meth:`leave`)."""
         loan = Loan(thing)
         self._loans[next(self._numbers)] = loan
         return loan
@@ -191,7 +191,7 @@ class Loans:
         _of(node).setdefault(self, []).append(left)
 
     def left(self, node: Node) -> Sequence[Any]:
-        """What it holds of ours."""
+        """What :meth:`leave` gave this node."""
         return _of(node).get(self, ())
 
     def call_back(self) -> None:
@@ -201,7 +201,7 @@ class Loans:
 
 
 def _of(node: Node) -> dict[Any, list[Any]]:
-    """What a node of the graph keeps for others; torch's stubs take this property for a method."""
+    """The dictionary in which a node keeps data for others; torch's stubs take ``metadata`` for a method."""
     kept: dict[Any, list[Any]] = node.metadata  # type: ignore[assignment]
     return kept
 
@@ -210,11 +210,11 @@ class Probe:
     """Watches the layers of a model while it trains.
 
     Args:
-        model: whose ``training`` flag says whether to look at all.
-        on_delta: called as ``on_delta(seen, deltas)``, a derivative for each output, during the ordinary backward
-            pass. Where it is ``None`` they can be asked for along the edges of :meth:`uses` instead.
+        model: the model; it is watched only while its ``training`` flag is set.
+        on_delta: called as ``on_delta(seen, deltas)``, with a derivative for each output, during the ordinary backward
+            pass. If it is ``None``, derivatives can be asked for along the edges of :meth:`uses` instead.
         on_output: called as ``on_output(batch)`` when a backward pass reaches the model's output.
-        on_call: called when the model is.
+        on_call: called when the model is called in training.
     """
 
     def __init__(
@@ -263,7 +263,7 @@ class Probe:
         return self.enabled and self.model.training and torch.is_grad_enabled()
 
     def _entered(self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        """The model is called: how many samples are there?"""
+        """When the model is called: note the number of samples, the first dimension of its first tensor argument."""
         if self.active:
             if self._on_call is not None:
                 self._on_call()
@@ -282,7 +282,7 @@ class Probe:
                 x.register_hook(Outside(lambda gradient: on_output(batch) if batch else None))
 
     def _before(self, module: nn.Module, args: tuple[Any, ...]) -> None:
-        """A composite layer is called: remember what its forward pass depends on."""
+        """Before a composite layer runs: remember the random state and autocast that its forward pass depends on."""
         adapter = self._adapters.get(module)
         if self.active and isinstance(adapter, Composite):
             self._around[module] = Surroundings(module, adapter.random(module))
@@ -301,7 +301,7 @@ class Probe:
         if not any(y.requires_grad for y in outputs):
             return
         recomputed = torch._C._current_graph_task_id() != -1  # a checkpoint's second forward pass
-        if self._on_delta is None and recomputed:  # which has no edges to ask along
+        if self._on_delta is None and recomputed:  # no edges to ask along there
             self.recomputed.add(module)
             return
         a: Any
@@ -340,7 +340,7 @@ class Probe:
         edge.node.register_prehook(Outside(lambda gradients: deliver([gradients[number]])))
 
     def _check_layout(self, module: nn.Module, rerun: Rerun, recomputed: bool) -> None:
-        """Without a criterion samples are counted along the first dimension of the model's input."""
+        """Raise if the model input's first dimension is not the batch: without a criterion samples are counted along it."""
         counted = self._batch if self._inside or recomputed else 0
         if self._on_output is not None and rerun.batch_second == counted != len(rerun):
             raise ValueError(
@@ -360,12 +360,12 @@ class Probe:
         return [Use(loan, loan.lent, found[loan]) for loan in self.loans if loan in found]
 
     def clear(self) -> None:
-        """Forget every call seen so far."""
+        """Forget all calls so far."""
         self.recomputed.clear()
         self.loans.call_back()
 
     def close(self) -> None:
-        """Leave no hook behind."""
+        """Remove all hooks."""
         self.clear()
         for handle in self._handles:
             handle.remove()
@@ -373,7 +373,7 @@ class Probe:
 
 
 def tensors(tree: Any, inside: tuple[int, ...] = ()) -> Iterator[Tensor]:
-    """The tensors in nested tuples, lists, dictionaries and dataclasses, in order; not again in what that lies in."""
+    """The tensors in nested tuples, lists, dictionaries and dataclasses, in order; skips containers it is ``inside`` of."""
     if isinstance(tree, Tensor):
         yield tree
     elif id(tree) not in inside:
@@ -383,7 +383,7 @@ def tensors(tree: Any, inside: tuple[int, ...] = ()) -> Iterator[Tensor]:
 
 
 def branches(tree: Any) -> Iterable[Any]:
-    """What a container holds; a dataclass, what it has of its fields."""
+    """The values in a container; of a dataclass, those of the fields that are set."""
     if isinstance(tree, dict):
         return tree.values()
     if isinstance(tree, tuple | list):
@@ -392,15 +392,15 @@ def branches(tree: Any) -> Iterable[Any]:
 
 
 def names(tree: Any) -> list[str]:
-    """The fields that a dataclass has."""
+    """The names of the fields that are set in a dataclass; none for other objects."""
     known = fields(tree) if is_dataclass(tree) and not isinstance(tree, type) else ()
     return [field.name for field in known if hasattr(tree, field.name)]
 
 
 def reaches(output: Tensor, parameters: Iterable[Tensor]) -> bool:
-    """Whether the backward pass under way, which is at ``output``, goes on to a parameter; ``grad`` by an input does not.
+    """Whether the current backward pass, now at ``output``, goes on to a parameter; ``grad`` by an input does not.
 
-    Where the graph has none of them (a reentrant checkpoint's, or cut by ``fully_shard``) that is for nobody to see.
+    Assumed where the graph shows no parameter (in a reentrant checkpoint, or with ``fully_shard``) and some are trained.
     """
     training = [p for p in parameters if p.requires_grad]
     plain, passed = {id(p) for p in training if not is_sharded(p)}, False
@@ -413,15 +413,15 @@ def reaches(output: Tensor, parameters: Iterable[Tensor]) -> bool:
 
 
 def leaf(node: Node) -> Tensor | None:
-    """The parameter, or another leaf, whose gradient a node of the graph adds up."""
-    adds = type(node).__name__ == "AccumulateGrad"  # others may call something of theirs so
+    """The leaf, such as a parameter, whose gradient this node of the graph accumulates; ``None`` for other nodes."""
+    adds = type(node).__name__ == "AccumulateGrad"  # other nodes may have an attribute of that name
     return getattr(node, "variable", None) if adds else None
 
 
 def _runs(node: Node) -> bool:
     try:
         return torch._C._will_engine_execute_node(node)
-    except RuntimeError:  # its gradient is what ``grad`` was asked for
+    except RuntimeError:  # ``grad`` was asked for this node's gradient
         return True
 
 

@@ -1,4 +1,4 @@
-"""Before a step: is there something to go by, and is it sound? Nothing has changed yet when this says no."""
+"""Checks before a step: is there a gradient, and is the minibatch usable? When one fails, nothing has changed yet."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def ready(optimizer: Riemannian) -> bool:
     collector, exchange = optimizer._collector, optimizer._exchange
     for p in optimizer._group:
         if not p.requires_grad:
-            p.grad = None  # zeros that zero_grad left; momentum and averages would go on by them
+            p.grad = None  # may be zeros from zero_grad, by which momentum and averages would still move it
     if exchange is not None:
         exchange.average_strays_()
     gradients: Gradients = [(p, local(p.grad)) for p in optimizer._group if p.grad is not None]
@@ -84,7 +84,7 @@ def refuse(optimizer: Riemannian, gradients: Gradients) -> bool:
 
 
 def why_unseen(optimizer: Riemannian, block: DiagonalBlock) -> str:
-    """Why a layer may have a gradient and no metric."""
+    """The error message for a layer that has a gradient but no metric, with the likely reason."""
     compiled = (
         ". A compiled model that ran before the optimizer was made does not hear of it: torch.compiler.reset()"
         if "torch._dynamo" in sys.modules and torch._dynamo.utils.counters["stats"]
@@ -114,7 +114,7 @@ def why_unseen(optimizer: Riemannian, block: DiagonalBlock) -> str:
 
 
 def idle(optimizer: Riemannian) -> list[Tensor]:
-    """What was frozen when the optimizer took all that was trainable; it may thaw."""
+    """Parameters left out because they were frozen when the optimizer took all trainable ones; they may thaw later."""
     if not optimizer.whole:
         return []
     both = (
@@ -124,7 +124,7 @@ def idle(optimizer: Riemannian) -> list[Tensor]:
 
 
 def warn_of_thawed(optimizer: Riemannian) -> None:
-    """Name, once, what has a gradient by now and is in no group."""
+    """Warn once of parameters that were frozen, now have a gradient, and are in no param group."""
     thawed = [p for p in optimizer._idle if p.requires_grad and p.grad is not None]
     names = [optimizer.name_of(p) for p in thawed if p not in optimizer._group]
     if thawed:
@@ -138,7 +138,7 @@ def warn_of_thawed(optimizer: Riemannian) -> None:
 
 
 def warn_of_others(others: Collection[Tensor], model: nn.Module) -> None:
-    """Name the layers whose parameters have no block structure."""
+    """Warn of layers whose parameters have no known block structure."""
     names = {
         f"{name or 'the model itself'} ({type(module).__name__})"
         for name, module in model.named_modules()

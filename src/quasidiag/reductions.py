@@ -104,7 +104,7 @@ def quasi_diagonal(
 def varies(
     m00: Tensor, mii: Tensor, variance: Tensor, diagonal: Tensor, shift: Tensor | None
 ) -> Tensor:
-    """Where an input has varied by more than rounding, so that a variance exists to divide by."""
+    """A mask of the inputs that have varied by more than rounding, so that there is a variance to divide by."""
     unit = 8 * torch.finfo(mii.dtype).eps
     alive = variance > unit * diagonal
     if shift is not None:
@@ -117,10 +117,9 @@ def safeguarded(
 ) -> tuple[Tensor, Tensor]:
     r"""``m00: [..., units]`` and ``mii: [..., units, n]`` with bounds relative to their neighbours, for an untuned step.
 
-    With :math:`σ_i^2 = m_{ii} - m_{0i}^2/m_{00}`, to each variance is added ``unit`` times the mean over its unit and
-    ``layer`` times the mean over the layer (an input that switches on late), to each ``m00`` ``dead`` times the mean
-    over the layer (a unit that hardly ever acts). This depends on how single inputs are scaled, a little; not on where
-    their zero is.
+    Each variance :math:`σ_i^2 = m_{ii} - m_{0i}^2/m_{00}` grows by ``unit`` times the mean over its unit and ``layer`` times
+    the mean over the layer (for inputs that become active late), each ``m00`` by ``dead`` times the mean over the layer
+    (for units that are hardly ever active). The result depends on the scales of single inputs, not on their offsets.
     """
     m00 = m00 + dead * m00.mean(-1, keepdim=True)
     inverse = torch.where(m00 > 0, m00.reciprocal(), 0.0).unsqueeze(-1)
@@ -129,7 +128,7 @@ def safeguarded(
 
 
 def diagonal(m: Tensor, v: Tensor, *, eps: float = 1e-8, floor: float | None = None) -> Tensor:
-    r"""The diagonal reduction, :math:`w_i = v_i / \max(m_{ii} + ε, \text{floor})`; no step where it is 0."""
+    r"""The diagonal reduction, :math:`w_i = v_i / \max(m_{ii} + ε, \text{floor})`; 0 where the denominator is 0."""
     denominator = (m + eps).clamp_min(eps if floor is None else floor)
     return torch.where(denominator > 0, v / denominator, 0.0)
 

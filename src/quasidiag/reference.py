@@ -86,12 +86,12 @@ class UnitMoments(NamedTuple):
 def per_sample_gradients(
     model: nn.Module, loss: Callable[[Tensor, Tensor], Tensor], x: Tensor, target: Tensor
 ) -> dict[str, Tensor]:
-    """d loss(model(x_n), t_n) / dθ, one backward pass a sample: parameter's name → [N, *shape]."""
+    """d loss(model(x_n), t_n) / dθ by one backward pass for each sample: parameter's name → [N, *shape]."""
     return _stack(model, [loss(model(x[n : n + 1]), target[n : n + 1]) for n in range(len(x))])
 
 
 def vector_gradients(model: nn.Module, x: Tensor, vectors: Tensor) -> dict[str, Tensor]:
-    """J_nᵀ u_n for every sample, the gradient of ⟨u_n, model(x_n)⟩; `vectors` look like outputs."""
+    """J_nᵀ u_n for every sample, the gradient of ⟨u_n, model(x_n)⟩; `vectors` has the shape of the outputs."""
     scalars = [(model(x[n : n + 1]) * vectors[n : n + 1]).sum() for n in range(len(x))]
     return _stack(model, scalars)
 
@@ -219,7 +219,7 @@ class Chain:
 
     @classmethod
     def of(cls, layers: Sequence[nn.Linear], **options: object) -> Chain:
-        """The same numbers as a list of Linear layers."""
+        """A chain with the numbers of these Linear layers; `options` are the other fields."""
         blocks = [
             torch.cat([layer.bias.unsqueeze(-1), layer.weight], dim=-1).tolist() for layer in layers
         ]
@@ -279,7 +279,7 @@ class Chain:
     def batch_metric(
         self, metric: str, xs: Matrix, targets: Matrix, draws: Sequence[Matrix] = ()
     ) -> list[list[UnitMetric]]:
-        """The minibatch's moments, [layer][unit] = (diagonal, row): a rank-one update a vector."""
+        """The minibatch's moments, [layer][unit] = (diagonal, row), by one rank-one update for each vector."""
         total = [[([0.0] * len(u), [0.0] * (len(u) - 1)) for u in layer] for layer in self.blocks]
         for n, x in enumerate(xs):
             inputs, y = self.forward(x)
@@ -330,7 +330,7 @@ class Chain:
     ) -> None:
         """One step of one of the paper's eight algorithms: metric, moving average, solve, update.
 
-        `draws` are the targets drawn for the Monte Carlo metric, a list per draw.
+        `draws` are the targets drawn for the Monte Carlo metric, one list of targets for each draw.
         """
         metric, reduction = ALGORITHMS[algorithm]
         v = self.gradient(xs, targets)

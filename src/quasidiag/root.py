@@ -5,8 +5,8 @@ The quasi-diagonal metric is a sum of squares,
 .. math:: δ^⊤ M δ = m_{00} \Bigl(δ_0 + \sum_i μ_i δ_i\Bigr)^2 + \sum_i σ_i^2 δ_i^2, \qquad
           μ_i = \frac{m_{0i}}{m_{00}}, \quad σ_i^2 = m_{ii} - μ_i m_{0i},
 
-so that :math:`M = A^⊤ A` with a sparse :math:`A`. A gradient has the coordinates :math:`A^{-⊤} v`: those of inputs that are
-centred and brought to variance one. They are the same however inputs and activities are encoded.
+so that :math:`M = A^⊤ A` with a sparse :math:`A`. A gradient has the coordinates :math:`A^{-⊤} v`: the gradient for inputs
+that are centred and scaled to variance one, which is the same however inputs and activities are encoded.
 """
 
 from __future__ import annotations
@@ -22,12 +22,12 @@ from quasidiag.reductions import safeguarded, varies
 
 
 class Root(NamedTuple):
-    """The :math:`A` of each unit of a layer, or of several. ``None`` is what a unit does not have: a bias, or a bias row.
+    """The :math:`A` of each unit, of one layer or several. ``bias`` and ``mean`` are ``None`` without a bias or a bias row.
 
-    What is kept is what every step needs: inverses, 0 for a unit that has never acted and an input that has never varied.
+    Inverses are kept, because every step needs them: 0 for a unit that was never active or an input that never varied.
     """
 
-    #: :math:`1/\\sqrt{m_{00}}`, ``[..., units]``.
+    #: :math:`1/\sqrt{m_{00}}`, ``[..., units]``.
     bias: Tensor | None
     #: :math:`μ`, ``[..., units, inputs]``.
     mean: Tensor | None
@@ -55,7 +55,7 @@ class Root(NamedTuple):
         return [w0 if self.mean is None else w0 - _rows_dot(self.mean, wi), wi]
 
     def coordinates(self, w: Sequence[Tensor]) -> Tensor:
-        r"""Those of a step, :math:`A w`: its length in the metric is theirs, :math:`w^⊤ M w = ‖A w‖^2`."""
+        r"""The coordinates of a step, :math:`A w`, whose norm is its length in the metric: :math:`w^⊤ M w = ‖A w‖^2`."""
         if self.bias is None:
             return w[-1] * _inverse(self.scale)
         u, u0, ui = self._room(w[-1])
@@ -65,24 +65,24 @@ class Root(NamedTuple):
         return u
 
     def lengths(self, w: Sequence[Tensor]) -> Tensor:
-        r"""The squares of these lengths, unit by unit: :math:`‖A w‖^2`, ``[..., units]``."""
+        r"""The squared length of a step in the metric, unit by unit: :math:`‖A w‖^2`, ``[..., units]``."""
         return self.coordinates(w).square().sum(-1)
 
     def of(self, layer: int) -> Root:
-        """That of one of several layers."""
+        """The root of one of several layers."""
         bias, mean, scale = self
         one = None if bias is None else bias[layer], None if mean is None else mean[layer]
         return Root(*one, scale[layer])
 
     @staticmethod
     def _room(rows: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """For coordinates, and the parts of them that belong to the bias and to the inputs."""
+        """An empty tensor for coordinates, and the views of it that belong to the bias and to the inputs."""
         u = rows.new_empty(*rows.shape[:-1], 1 + rows.shape[-1])
         return u, u[..., 0], u[..., 1:]
 
 
 def diagonal(m00: Tensor | None, mii: Tensor) -> Root:
-    """Without a bias row."""
+    """The root of a diagonal metric."""
     return Root(None if m00 is None else _inverse(m00.sqrt()), None, _inverse(mii.sqrt()))
 
 
@@ -93,9 +93,9 @@ def quasi_diagonal(
     shift: Tensor | None,
     bounds: tuple[float, float, float] | None = None,
 ) -> Root:
-    """Of moments that were measured from ``shift`` (see :func:`quasidiag.reductions.quasi_diagonal`).
+    """The root of a quasi-diagonal metric, from moments with a ``shift`` (see :func:`quasidiag.reductions.quasi_diagonal`).
 
-    With ``bounds``, as :func:`quasidiag.reductions.safeguarded` has them.
+    ``bounds`` are the last three arguments of :func:`quasidiag.reductions.safeguarded`, if it is to be applied.
     """
     found = kernels.root(m00, m0i, mii, shift, bounds)
     if found is not None:

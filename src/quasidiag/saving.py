@@ -1,4 +1,4 @@
-"""What outlives a process: ``state_dict``, ``deepcopy`` and ``pickle``."""
+"""Saving, loading and copying an optimizer: ``state_dict``, ``deepcopy`` and ``pickle``."""
 
 from __future__ import annotations
 
@@ -19,16 +19,16 @@ from quasidiag.collect import Collector
 from quasidiag.sharding import rows_of
 from quasidiag.sums import SUMS
 
-#: Of what ``state_dict()`` holds. 0 had no version, no shift and no count of steps.
+#: The version of the format of ``state_dict()``. Version 0 had no version number, no shift and no count of steps.
 VERSION = 1
-#: What is left of a parameter's state when its layer is found anew: where it is and where it goes, but no metric.
+#: The parts of a parameter's state that survive a change of its block: momentum and averaging, but not the metric.
 STAYS = ("momentum", *rest.KEPT)
 
 
 class Saved(Optimizer):
     """The part of the optimizer that saves and loads it.
 
-    An attribute without an underscore is carried along by a copy; the others are made anew by :meth:`_attach`.
+    A copy keeps the attributes without a leading underscore; :meth:`_attach` makes the others anew.
     """
 
     steps: int
@@ -39,22 +39,22 @@ class Saved(Optimizer):
 
     @abstractmethod
     def _attach(self) -> None:
-        """Watch the model, from the attributes that were carried along."""
+        """Watch the model, using the attributes that a copy keeps."""
 
     @abstractmethod
     def _count(self, steps: int) -> None:
-        """Go on from this many steps."""
+        """Set the number of steps taken so far."""
 
     @abstractmethod
     def name_of(self, parameter: Tensor) -> str:
-        """What a parameter is called in the model."""
+        """The name of a parameter in the model."""
 
     @abstractmethod
     def _restart(self) -> None:
-        """Drop what is accumulating."""
+        """Drop what backward passes have accumulated since the last step."""
 
     def state_dict(self) -> dict[str, Any]:
-        """As ``torch.optim``, and the place of the Monte Carlo generator."""
+        """As in ``torch.optim``, with the number of steps, the report of ``step="auto"`` and the Monte Carlo generator."""
         generator, saved = self._collector.generator, super().state_dict()
         if self.auto is not None:  # torch.distributed.checkpoint saves nothing but state and groups
             saved["param_groups"][0]["report"] = self.auto.written()
@@ -68,7 +68,7 @@ class Saved(Optimizer):
 
     @torch.no_grad()
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """As ``torch.optim``; the metric keeps its own precision whatever the parameters' is."""
+        """As in ``torch.optim``; the metric keeps its own precision whatever the parameters' is."""
         validate.loadable(state_dict, VERSION, self.auto is not None)
         validate.fits(state_dict, self._group, self.name_of)
         plain = {key: state_dict[key] for key in ("state", "param_groups")}
@@ -85,7 +85,7 @@ class Saved(Optimizer):
         self._count(state_dict.get("steps", self.param_groups[0].get("steps", 0)))
         self._group = {p: group for group in self.param_groups for p in group["params"]}
         self._complete()
-        self._stacks = Stacks()  # they are alike or not by what is kept of them
+        self._stacks = Stacks()  # which layers are alike depends on their state
         rest.loaded_(self.state.values())
         self._restart()
         if state_dict.get("generator") is not None:
@@ -114,7 +114,7 @@ class Saved(Optimizer):
         for group in self.param_groups:
             for name, value in self.defaults.items():
                 group.setdefault(name, value)
-        if "model" in state:  # torch's load_state_dict comes by here as well
+        if "model" in state:  # not when torch's load_state_dict calls this
             rest.loaded_(self.state.values())
             self._attach()
             if place is not None:

@@ -22,9 +22,9 @@ from quasidiag.moments import PLAIN
 
 
 def is_sharded(tensor: Tensor) -> bool:
-    """Whether it is a ``DTensor``; asked without importing ``torch.distributed.tensor``, which takes a while.
+    """Whether ``tensor`` is a ``DTensor``, found without importing ``torch.distributed.tensor``, which is slow.
 
-    So does asking a plain tensor for what it does not have.
+    So is looking for an attribute that a plain tensor does not have: hence the look at the type first.
     """
     return type(tensor) not in PLAIN and hasattr(tensor, "placements")
 
@@ -35,7 +35,7 @@ def local(tensor: Any) -> Any:
 
 
 def like(value: Tensor, parameter: Any) -> Tensor:
-    """This rank's ``value`` as a tensor cut along its first dimension like ``parameter``."""
+    """This rank's ``value`` as part of a ``DTensor`` that is cut along its first dimension like ``parameter``."""
     if not is_sharded(parameter):
         return value
     from torch.distributed.tensor import DTensor
@@ -53,7 +53,7 @@ def like(value: Tensor, parameter: Any) -> Tensor:
 
 
 def everywhere(value: Tensor, parameter: Any) -> Tensor:
-    """A ``value`` that all ranks hold alike."""
+    """A ``value`` that is the same on all ranks, as a replicated ``DTensor``."""
     from torch.distributed.tensor import DTensor, Replicate
 
     mesh = parameter.device_mesh
@@ -86,7 +86,7 @@ class Entry(MutableMapping[str, Any]):
 
 
 class LocalState(Mapping[Tensor, Any]):
-    """The optimizer's state, by the local parts of the parameters."""
+    """The optimizer's state for this rank's rows; its keys are the local parts of the parameters."""
 
     def __init__(self, state: State, whole: dict[Tensor, Tensor]) -> None:
         self._state, self._whole = state, whole
@@ -103,7 +103,7 @@ class LocalState(Mapping[Tensor, Any]):
 
 
 def rows_of(block: DiagonalBlock, state: State) -> tuple[DiagonalBlock, State]:
-    """The block of the units whose rows this rank holds, and the state to call it with."""
+    """A block of only those units whose rows this rank holds, and the state to call its methods with."""
     if not is_sharded(block.home):
         return block, state
     mine = copy.copy(block)
@@ -117,7 +117,7 @@ def rows_of(block: DiagonalBlock, state: State) -> tuple[DiagonalBlock, State]:
 
 
 def _add_up(parameter: Any) -> Callable[[Tensor], Tensor]:
-    """Sums over the rows of one rank made sums over all rows."""
+    """A function that turns a sum over one rank's rows into the sum over all rows."""
 
     def add_up(x: Tensor) -> Tensor:
         for i, placement in enumerate(parameter.placements):
@@ -130,7 +130,7 @@ def _add_up(parameter: Any) -> Callable[[Tensor], Tensor]:
 
 @contextmanager
 def unsharded(model: nn.Module) -> Iterator[None]:
-    """Backward passes before the ordinary one: gather the weights once for all of them, and reduce no gradient."""
+    """A context for backward passes before the ordinary one: weights are gathered once for all, no gradient is reduced."""
     if not any(map(is_sharded, model.parameters())):
         yield
         return

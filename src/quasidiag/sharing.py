@@ -1,4 +1,4 @@
-r"""Weight sharing: what a layer that is applied at several positions (time, space) of one sample counts.
+r"""Weight sharing: how a layer that is applied at several positions (time, space) of one sample enters the metric.
 
 With the activity :math:`a_s` and the derivative :math:`δ_s` at position *s* of a sample, the sample's contribution to
 the metric of a unit (bias first, :math:`\tilde a = (1, a)`) is
@@ -14,10 +14,10 @@ With one position all three are the same. ``expand`` is the cheapest, the layer'
 forms gradients of single samples, a few at a time: never more than :data:`BUDGET` numbers at once, or one sample's if
 those are more. It sums over every call of a layer in a pass, so that a layer that is used twice, or two that share a
 weight, count as one; until the step it keeps the derivatives themselves, once for every vector of the metric.
-``reduce`` takes each call for itself.
+``reduce`` treats each call separately.
 
-What the last two record is no activity of the layer itself, so it is filed under a *view* of it: a module without
-parameters, whose adapter knows what to do with it.
+What the last two record is not the activity of the layer itself, so it is filed under a *view* of the layer: a module
+without parameters whose adapter can read such records.
 """
 
 from __future__ import annotations
@@ -40,11 +40,11 @@ BUDGET = 2**24
 
 
 class View(nn.Module):
-    """Stands for a layer (or several that share parameters) where something else than its activity is recorded."""
+    """Stands for a layer (or several that share parameters) in records of something else than its activity."""
 
     def __init__(self, of: nn.Module) -> None:
         super().__init__()
-        self._of = (of,)  # in a tuple, to be no submodule
+        self._of = (of,)  # in a tuple, so as not to become a submodule
 
     @property
     def of(self) -> nn.Module:
@@ -52,7 +52,7 @@ class View(nn.Module):
 
 
 class ReducedView(View):
-    """A layer with one position a sample: activities ``[N, G, I]``, weights ``[N, G, U]``."""
+    """A layer with one position for each sample: activities ``[N, G, I]``, weights ``[N, G, U]``."""
 
 
 class BiasView(View):
@@ -71,7 +71,7 @@ def known(module: nn.Module) -> Adapter:
 
 @register_layer(BiasView)
 class BiasAdapter(Adapter):
-    """Adds to ``m00`` what the layer would."""
+    """Updates ``m00`` as the layer's own adapter does, and nothing else."""
 
     def accumulate_(
         self, module: nn.Module, into: Moments, a: Tensor, w: Tensor, keep: float, gain: float
@@ -96,7 +96,7 @@ def reduced(module: nn.Module, a: Tensor, delta: Tensor) -> tuple[Tensor, Tensor
 
 
 def reducible(adapter: Adapter) -> bool:
-    """Whether :func:`reduced` knows the layer."""
+    """Whether :func:`reduced` can handle the layer."""
     return adapter.has_patches or isinstance(adapter, EmbeddingAdapter)
 
 
@@ -112,7 +112,7 @@ def _token_shares(module: Any, tokens: Tensor, delta: Tensor) -> tuple[Tensor, T
 
 @register_layer(ReducedView)
 class ReducedAdapter(Adapter):
-    """Every group of units is a dense layer."""
+    """Treats every group of units as a dense layer."""
 
     def weight_grad(self, module: nn.Module, a: Tensor, g: Tensor) -> Tensor:
         assert isinstance(module, View)
@@ -132,7 +132,7 @@ class ReducedAdapter(Adapter):
 
 
 class Samples:
-    """The calls that make up the samples' gradients, in the place of the weights ``w`` of a record."""
+    """The calls that make up the samples' gradients; it takes the place of the weights ``w`` in a record."""
 
     def __init__(self, calls: list[Call], gain: float | Tensor = 1.0) -> None:
         self.calls, self.gain = calls, gain
@@ -145,14 +145,14 @@ class Samples:
         return Samples([c._replace(delta=c.delta.to(dtype)) for c in self.calls], self.gain)
 
     def sum(self) -> Tensor:
-        """Finite where all derivatives are."""
+        """A sum of all squared derivatives: not finite if one of them is not."""
         return torch.stack([c.delta.square().sum() for c in self.calls]).sum()
 
     def __mul__(self, factor: float | Tensor) -> Samples:
         return Samples(self.calls, self.gain * factor)
 
     def parts(self) -> Iterator[list[Call]]:
-        """A few samples at a time, within the budget."""
+        """The calls, cut into a few samples at a time so that their gradients fit the :data:`BUDGET`."""
         sizes = {len(call.a) for call in self.calls}
         if len(sizes) > 1:
             name = type(self.calls[0].module).__name__
@@ -206,7 +206,7 @@ class SampleAdapter(Adapter):
 def gradients(
     layer: nn.Module, calls: list[Call], bias: bool, weight: bool
 ) -> tuple[Tensor | None, Tensor | None]:
-    """The gradients of every sample, ``[n, units]`` and ``[n, units, inputs]`` as ``layer`` has its rows."""
+    """Each sample's gradients of bias and weight, ``[n, units]`` and ``[n, units, inputs]``, in the rows of ``layer``."""
     target = known(layer)
     g0: list[Tensor] = []
     gi: list[Tensor] = []
@@ -242,7 +242,7 @@ def _slices(n: int, size: int) -> Iterator[slice]:
 
 
 def _size(module: nn.Module, a: Tensor, delta: Tensor) -> int:
-    """How many numbers the gradient of one sample takes, with the occurrences that it is made from."""
+    """How many numbers one sample's gradient takes in memory, with the patches that it is made from."""
     adapter = known(module)
     weight = getattr(module, adapter.weight).numel() if adapter.weight else 0
     if not adapter.has_patches:

@@ -1,7 +1,7 @@
-r"""The moments of a minibatch that comes in parts.
+r"""The moments of a minibatch whose gradients are accumulated over several backward passes.
 
-Where gradients are accumulated over several passes, only the last one's activities are kept: what the passes before it
-gave is summed up here, in the shape of the metric, until the step takes it into the moving average.
+Activities are kept for the last pass only. The moments of the passes before it are summed up here, in the shape of the
+metric, until the step takes them into the moving average.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ SUMS = ("m00", "m0i", "mii", "block")
 
 
 def dtype_of(block: DiagonalBlock, state: State | None = None) -> torch.dtype:
-    """The precision of the metric in ``state``, or of one to begin: the parameters', and float32 at least."""
+    """The dtype of the block's metric in ``state``, or of a new one: its parameters' dtype, but at least float32."""
     kept = {} if state is None else state.get(block.home, {})
     found = next((kept[key].dtype for key in SUMS if key in kept), None)
     return found or torch.promote_types(block.home.dtype, torch.float32)
@@ -34,7 +34,7 @@ class Sums:
     def add(
         self, state: State, block: DiagonalBlock, module: nn.Module, a: Tensor, w: Tensor
     ) -> None:
-        """Add the moments of a layer's activity, measured from where the metric in ``state`` is, if there is one."""
+        """Add the moments of a layer's activity, with the shift of the metric in ``state`` if there is one."""
         room = self._rooms.get(block)
         if room is None:
             room = self._rooms[block] = {p: {} for p in block.parameters}
@@ -51,7 +51,7 @@ class Sums:
         return len(self._rooms)
 
     def tensors(self) -> list[Tensor]:
-        """All sums there are."""
+        """The sums of all blocks, as a list."""
         return [
             kept[key]
             for room in self._rooms.values()
@@ -61,17 +61,17 @@ class Sums:
         ]
 
     def centre(self, block: DiagonalBlock) -> Tensor:
-        """The point that the sums are measured from, as one activity ``[1, inputs]``; nothing where there is none."""
+        """The shift of the sums, as one activity ``[1, inputs]``; ``[1, 0]`` if there is none."""
         shifts = [kept["shift"] for kept in self._rooms[block].values() if "shift" in kept]
         return shifts[0].unsqueeze(0) if shifts else torch.empty(1, 0, device=block.home.device)
 
     def merge_(self, state: State, block: DiagonalBlock, keep: float, gain: float | Tensor) -> None:
-        """``M ← keep·M + gain·Σ``; the sums are used up."""
+        """``M ← keep·M + gain·Σ`` with the sums ``Σ``, which are overwritten."""
         for parameter, kept in self._rooms[block].items():
             for key in SUMS:
                 if key in kept:
                     state[parameter][key].mul_(keep).add_(kept[key].mul_(gain))
 
     def clear(self) -> None:
-        """Let go of the minibatch."""
+        """Drop all sums."""
         self._rooms.clear()

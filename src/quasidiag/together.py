@@ -1,9 +1,9 @@
-r"""Many small tensors at once: what ``foreach`` is in ``torch.optim``.
+r"""Updates of many small tensors in one call, like ``foreach`` in ``torch.optim``.
 
-In a network of hundreds of small layers a step is made of calls, not of numbers. Here blocks whose units have equally
-many inputs are put side by side and solved as one, and what is elementwise goes through ``torch._foreach_*``. The loop
-over single tensors stands beside it, for large tensors and as the oracle. (The step without an ``lr`` has
-:mod:`quasidiag.auto.stacks`.)
+In a network of hundreds of small layers the calls of a step take more time than the arithmetic. So blocks whose units
+have equally many inputs are concatenated and solved as one, and elementwise work goes through ``torch._foreach_*``. A loop
+over single tensors does the same, for large tensors and as the oracle of the tests. (The step without an ``lr`` has
+:mod:`quasidiag.auto.stacks` instead.)
 """
 
 from __future__ import annotations
@@ -22,22 +22,22 @@ from quasidiag.sums import dtype_of
 if TYPE_CHECKING:
     from quasidiag.optimizer import Riemannian
 
-#: Tensors (a block's together) of up to so many numbers are batched unless somebody says otherwise. Beyond, memory is
-#: what costs time, and the copies of a batch would take more of it.
+#: Tensors (of a block: all together) of up to this many numbers are batched by default. For larger ones the time goes
+#: into memory traffic, to which the copies of a batch would add.
 SMALL = 4_096
 
 Pairs = Iterable[tuple[nn.Parameter, Tensor]]
 
 
 def wanted(foreach: bool | None, tensors: Sequence[Tensor]) -> bool:
-    """Whether these go into a batch: plain tensors only, and small ones if ``foreach`` leaves the choice."""
+    """Whether these go into a batch: plain tensors only, and only small ones if ``foreach`` is ``None``."""
     if foreach is False or not all(type(t) in (Tensor, nn.Parameter) for t in tensors):
         return False
     return foreach is True or sum(t.numel() for t in tensors) <= SMALL
 
 
 def batches(optimizer: Riemannian) -> dict[DiagonalBlock, list[DiagonalBlock]]:
-    """Each block that is solved together with others, and with which."""
+    """For each block that is solved together with others, the batch of all these blocks."""
     alike: dict[Hashable, list[DiagonalBlock]] = {}
     if optimizer.foreach is not False:
         for block in optimizer._blocks:
@@ -50,7 +50,7 @@ def batches(optimizer: Riemannian) -> dict[DiagonalBlock, list[DiagonalBlock]]:
 
 
 def advance_(optimizer: Riemannian, batches: Collection[DiagonalBlock]) -> set[DiagonalBlock]:
-    """Update metric and parameters of blocks in one go, where a kernel can; their records are used up."""
+    """Update metric and parameters together where a kernel can; returns those blocks, and removes their records."""
     collector = optimizer._collector
     if not collector.due or optimizer._exchange is not None or optimizer._sums:
         return set()
@@ -68,7 +68,7 @@ def advance_(optimizer: Riemannian, batches: Collection[DiagonalBlock]) -> set[D
 
 
 def descend_(optimizer: Riemannian, block: DiagonalBlock, update: Update | None) -> bool:
-    """Solve and step at once (after an update of the metric), where a kernel can (:mod:`quasidiag.kernels`)."""
+    """Solve and step in one call, after an ``update`` of the metric if there is one; ``False`` where no kernel can."""
     group, total = optimizer._group[block.home], optimizer._collector.total
     gradients = [local(p.grad) for p in block.parameters if p.grad is not None]
     one_group = all(optimizer._group[p] is group for p in block.parameters)
@@ -94,7 +94,7 @@ def descend_(optimizer: Riemannian, block: DiagonalBlock, update: Update | None)
 def diagonal_rule(
     states: Sequence[dict[str, Any]], vs: Sequence[Tensor], gamma: float, eps: float, batch: bool
 ) -> list[Tensor]:
-    r""":math:`M ← (1-γ) M + γ v^2` in each state's ``square``, and :math:`v/(\sqrt M + ε)`; the first sets :math:`M`."""
+    r"""Returns :math:`v/(\sqrt M + ε)`, after :math:`M ← (1-γ) M + γ v^2` in each state's ``square``; the first sets it."""
     if not batch:
         return [_diagonal_rule(state, v, gamma, eps) for state, v in zip(states, vs)]
     vs = list(vs)
@@ -117,7 +117,7 @@ def _diagonal_rule(state: dict[str, Any], v: Tensor, gamma: float, eps: float) -
 
 
 def others(optimizer: Riemannian) -> Iterator[tuple[nn.Parameter, Tensor]]:
-    """The directions of what is in no block."""
+    """The directions of the parameters that are in no block, by the diagonal rule."""
     given = ((p, optimizer._gradient(p)) for p in optimizer._others if p.grad is not None)
     for pairs, batch in _sorted(optimizer, given):
         group = optimizer._group[pairs[0][0]]
@@ -144,7 +144,7 @@ def apply_(optimizer: Riemannian, directions: Pairs) -> None:
                 torch._foreach_add_(buffers, [ws[i] for i in known])
             for state, w in zip(states, ws):
                 if "momentum" not in state:
-                    state["momentum"] = w.clone()  # it may be a part of the batch's
+                    state["momentum"] = w.clone()  # w may be a view of the whole batch's
             ws = [state["momentum"] for state in states]
         if group["weight_decay"]:
             torch._foreach_mul_(ps, 1 - lr * group["weight_decay"])
@@ -179,7 +179,7 @@ def _cast(tensors: Sequence[Tensor], dtype: torch.dtype) -> list[Tensor]:
 def _sorted(
     optimizer: Riemannian, pairs: Pairs
 ) -> Iterator[tuple[list[tuple[nn.Parameter, Tensor]], bool]]:
-    """The pairs one by one as they come, then those that go together; and whether they do."""
+    """Single pairs as they come, then batches of pairs that go together; and whether it is a batch."""
     waiting: dict[Hashable, list[tuple[nn.Parameter, Tensor]]] = {}
     for p, w in pairs:
         group = optimizer._group[p]

@@ -1,8 +1,8 @@
-"""Which parameters of a model form the blocks of units, and whose calls feed them.
+"""Which parameters of a model form the blocks of units, and which layers' calls feed them.
 
-A weight and its bias make a block. Parameters that several layers share belong to one block, fed by all of them; a
-bias row needs one weight and one bias that always occur together, so where layers agree on the one but not on the
-other, each parameter gets a diagonal block of its own.
+A weight and its bias make a block. Parameters that several layers share belong to one block, fed by all of them. A
+bias row needs one weight and one bias that always occur together, so where layers share only one of the two, each
+parameter gets a diagonal block of its own.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from quasidiag.sharing import BiasView, ReducedView, SampleView, reducible
 
 
 class Layer(NamedTuple):
-    """A layer, or a part of a composite one, with the parameters of it that are trained."""
+    """A layer, or a part of a composite one, with its trained parameters."""
 
     name: str
     module: nn.Module
@@ -38,16 +38,16 @@ class Units(NamedTuple):
     blocks: list[DiagonalBlock]
     #: The layers to watch.
     watched: dict[nn.Module, Adapter]
-    #: Of each composite layer, the dense layers inside.
+    #: The dense layers inside each composite layer.
     parts: dict[nn.Module, dict[str, nn.Module]]
-    #: Under which keys the calls of a layer (or part) are recorded.
+    #: The keys under which the calls of a layer (or part) are recorded: the layer itself, or views of it.
     keys: dict[nn.Module, list[nn.Module]]
-    #: The block of every key, and of every layer that has one.
+    #: The block of each key, and of each layer that has one.
     owner: dict[nn.Module, DiagonalBlock]
 
 
 class _Unshifted(Adapter):
-    """Of an adapter, what a block needs that measures its moments from no shifted input."""
+    """What a block needs of an adapter if its moments have no shift."""
 
     def __init__(self, inner: Adapter) -> None:
         self.inner = inner
@@ -65,7 +65,7 @@ class _Unshifted(Adapter):
 def find_units(
     model: nn.Module, trained: Iterable[Tensor], reduction: str, sharing: str = "expand"
 ) -> Units:
-    """The units of a model; what is in no block follows the diagonal rule of :class:`quasidiag.AdaGrad`."""
+    """The blocks of the ``trained`` parameters; those in no block follow the diagonal rule of :class:`quasidiag.AdaGrad`."""
     units = Units([], {}, {}, {}, {})
     layers = list(_layers(model, set(trained), units))
     for group in _sharing_parameters(layers):
@@ -137,7 +137,7 @@ def _sharing_parameters(layers: list[Layer]) -> list[list[Layer]]:
 
 
 def _unique(things: Iterable[Any]) -> list[Any]:
-    """Those that are not ``None``, each once, by identity."""
+    """The things that are not ``None``, each once, by identity."""
     return list({id(x): x for x in things if x is not None}.values())
 
 

@@ -1,4 +1,4 @@
-"""Bad input, told by name and before anything has changed."""
+"""Checks of arguments: each raises an error that names what is wrong, before anything has changed."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from quasidiag.metrics import METRICS
 from quasidiag.outputs import OutputModel
 from quasidiag.sharing import SHARINGS
 
-#: What to use in the place of the usual losses.
+#: The output model to use in place of each usual loss.
 INSTEAD = {
     nn.CrossEntropyLoss: "qd.Categorical()",
     nn.MSELoss: "qd.Gaussian()",
@@ -24,25 +24,25 @@ INSTEAD = {
 
 
 def one_of(name: str, value: object, choices: Iterable[object]) -> None:
-    """``value`` is one of ``choices``."""
+    """Raise unless ``value`` is one of ``choices``."""
     if value not in (choices := tuple(choices)):
         raise ValueError(f"{name} must be one of {', '.join(map(repr, choices))}, not {value!r}")
 
 
 def flags(**given: object) -> None:
-    """Each is yes, no, or left to us."""
+    """Raise unless each is ``True``, ``False`` or ``None``."""
     for name, value in given.items():
         one_of(name, value, (None, True, False))
 
 
 def whole(name: str, value: object) -> None:
-    """``value`` is a whole number of at least 1."""
+    """Raise unless ``value`` is a whole number of at least 1."""
     if not isinstance(value, int) or isinstance(value, bool) or value < 1:
         raise ValueError(f"{name} must be a whole number of at least 1, not {value!r}")
 
 
 def number(name: str, value: Any) -> None:
-    """``value`` is what a param group may have under ``name``."""
+    """Raise unless ``value`` is valid for ``name`` in a param group."""
     if value is None and name == "floor":
         return
     try:
@@ -58,7 +58,7 @@ def number(name: str, value: Any) -> None:
 
 
 def options(**given: Any) -> None:
-    """The options that are not numbers of a param group."""
+    """Raise unless the options that are not numbers of a param group are valid."""
     one_of("metric", given["metric"], METRICS)
     one_of("reduction", given["reduction"], REDUCTIONS)
     one_of("sharing", given["sharing"], SHARINGS)
@@ -83,7 +83,7 @@ def options(**given: Any) -> None:
 
 
 def model(given: object) -> None:
-    """The model is a module, and one that runs itself."""
+    """Raise unless the model is a module that runs itself, not copies of itself as ``nn.DataParallel`` does."""
     if not isinstance(given, nn.Module):
         raise TypeError(
             f"give the model itself, whose layers are watched, and not {type(given).__name__}: qd.Riemannian(model, "
@@ -97,7 +97,7 @@ def model(given: object) -> None:
 
 
 def criterion(given: object, metric: str, loss_reduction: str) -> None:
-    """The criterion is an output model, and there is one where the metric needs it."""
+    """Raise unless the criterion is an output model, or is missing where the metric needs none."""
     if isinstance(given, OutputModel):
         if loss_reduction != "mean":
             raise ValueError(
@@ -131,7 +131,7 @@ def fraction(name: str, value: float) -> None:
 
 
 def safeguard(value: Any) -> tuple[float, float, float] | None:
-    """Three bounds, or none."""
+    """The three bounds as a tuple, or ``None``; raises if ``value`` is neither."""
     if value is None:
         return None
     bounds = tuple(value) if isinstance(value, (tuple, list)) else ()
@@ -145,7 +145,7 @@ def safeguard(value: Any) -> tuple[float, float, float] | None:
 
 
 def auto(model: nn.Module, criterion: object, capturable: bool) -> None:
-    """``step="auto"`` can be had."""
+    """Raise if ``step="auto"`` cannot work with these."""
     if criterion is None:
         raise ValueError(
             "step='auto' (no lr) measures the loss's own quadratic model, and needs the criterion, such as "
@@ -160,7 +160,7 @@ def auto(model: nn.Module, criterion: object, capturable: bool) -> None:
 
 
 def auto_group(group: dict[str, Any]) -> None:
-    """A param group has nothing that ``step="auto"`` would not follow."""
+    """Raise if a param group has an option that ``step="auto"`` does not have."""
     instead = {
         "momentum": "leave it out (a scheduler that cycles momentum takes cycle_momentum=False)",
         "maximize": "leave it out",
@@ -176,7 +176,7 @@ def auto_group(group: dict[str, Any]) -> None:
 
 
 def name_of(parameter: Tensor, model: nn.Module, criterion: nn.Module | None) -> str:
-    """What a parameter is called in the model or the criterion."""
+    """The name of a parameter in the model or the criterion."""
     names = [*model.named_parameters()]
     if criterion is not None:
         names += [(f"criterion.{name}", p) for name, p in criterion.named_parameters()]
@@ -184,7 +184,7 @@ def name_of(parameter: Tensor, model: nn.Module, criterion: nn.Module | None) ->
 
 
 def trainable(parameters: Iterable[Tensor], name: Any) -> None:
-    """The parameters are of a kind that can be trained; ``name`` tells what they are called."""
+    """Raise unless the parameters can be trained; ``name(parameter)`` is what a message calls it."""
     for parameter in parameters:
         if isinstance(parameter, nn.UninitializedParameter):
             raise ValueError(
@@ -200,7 +200,7 @@ def trainable(parameters: Iterable[Tensor], name: Any) -> None:
 
 
 def one_device(block: Any, state: Mapping[str, Any] = MappingProxyType({})) -> None:
-    """The parameters of a block lie on one device, and its metric there as well."""
+    """Raise unless the parameters of a block and its metric are on one device."""
     device = block.home.device
     if any(p.device != device for p in block.parameters[:-1]):
         names = ", ".join(sorted({str(p.device) for p in block.parameters}))
@@ -217,7 +217,7 @@ def one_device(block: Any, state: Mapping[str, Any] = MappingProxyType({})) -> N
 
 
 def gradients(pairs: Iterable[tuple[Tensor, Tensor]], name: Any) -> None:
-    """The gradients are dense and real."""
+    """Raise unless the gradients are dense and real."""
     for parameter, gradient in pairs:
         if gradient.is_sparse or gradient.is_complex():
             kind = "sparse" if gradient.is_sparse else "complex"
@@ -225,7 +225,7 @@ def gradients(pairs: Iterable[tuple[Tensor, Tensor]], name: Any) -> None:
 
 
 class Structure:
-    """Which layer and parameter sits where in a model, to notice if that changes."""
+    """Remembers where each layer and parameter is in a model, to notice if that changes."""
 
     def __init__(self, model: nn.Module) -> None:
         self._places = [
@@ -252,7 +252,7 @@ class Structure:
 
 
 def loadable(state_dict: Any, version: int, automatic: bool) -> None:
-    """A ``state_dict`` is one of ours, of the same kind of step, and not from the future."""
+    """Raise unless a ``state_dict`` is one of ours, for the same kind of step, and from no newer version."""
     if not isinstance(state_dict, dict) or not {"state", "param_groups"} <= set(state_dict):
         raise ValueError("this is not the state_dict() of an optimizer")
     made_by = state_dict.get("version", 0)
@@ -263,7 +263,7 @@ def loadable(state_dict: Any, version: int, automatic: bool) -> None:
     keys = {key for kept in state_dict["state"].values() for key in kept}
     if not all({"gamma", "momentum"} <= set(group) for group in state_dict["param_groups"]):
         raise ValueError("this state_dict() is another optimizer's: it holds no metric")
-    # Saved by torch.distributed.checkpoint there is no word of it, only what the step keeps.
+    # torch.distributed.checkpoint does not save "auto": then the kind of step shows only in what it keeps.
     theirs = bool(state_dict["auto"]) if "auto" in state_dict else "update" in keys
     if theirs != automatic and (theirs or "auto" in state_dict or "momentum" in keys):
         kinds = ("with a given lr", "without one (step='auto')")
@@ -273,12 +273,12 @@ def loadable(state_dict: Any, version: int, automatic: bool) -> None:
         )
 
 
-#: What is kept of a parameter in its own shape.
+#: The entries of a parameter's state that have its shape.
 SHAPED = ("m00", "mii", "average", "update", "apart", "mark", "momentum", "square")
 
 
 def fits(state_dict: dict[str, Any], parameters: Iterable[Tensor], name_of: Any) -> None:
-    """What was saved of each parameter has its shape."""
+    """Raise unless what was saved of each parameter has its shape."""
     indices = (i for group in state_dict["param_groups"] for i in group["params"])
     for parameter, index in zip(parameters, indices):
         for key, value in state_dict["state"].get(index, {}).items():

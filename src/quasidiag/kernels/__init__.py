@@ -1,8 +1,8 @@
-"""Fast twins of what a step does to a layer: one pass over memory where eager PyTorch makes a dozen.
+"""Fast versions of what a step does to a layer: one pass over memory where eager PyTorch makes a dozen.
 
-``native`` compiles some pages of C for the CPU, ``fused`` holds the Triton kernels for a GPU. Both are optional. A function
-here that returns ``False`` or ``None`` had no kernel to use and has done nothing; the eager code beside the call is then
-used, and is the oracle that the kernels are tested against.
+``native`` compiles C code for the CPU, ``fused`` holds the Triton kernels for a GPU. Both are optional. A function here
+that returns ``False`` or ``None`` had no kernel to use and has done nothing. The caller then runs its eager code, which is
+also the oracle that the kernels are tested against.
 """
 
 from __future__ import annotations
@@ -35,19 +35,19 @@ def quasi_diagonal(
     rule: Rule,
     **outputs: Tensors | None,
 ) -> bool:
-    """``reductions.quasi_diagonal`` and what follows it: into ``w``, or through ``buffers`` into ``thetas``."""
+    """``reductions.quasi_diagonal``, written into ``w``, or applied by ``rule`` to ``buffers`` (momentum) and ``thetas``."""
     backend = gpu if mii.is_cuda else native
     return _written(backend.quasi_diagonal(m00, m0i, mii, v0, vi, shift, rule, **outputs), outputs)
 
 
 def diagonal(moments: Tensors, gradients: Tensors, rule: Rule, **outputs: Tensors | None) -> bool:
-    """``reductions.diagonal`` and what follows it, for several parameters."""
+    """As :func:`quasi_diagonal`, with ``reductions.diagonal``, for several parameters."""
     backend = gpu if moments[0].is_cuda else native
     return _written(backend.diagonal(moments, gradients, rule, **outputs), outputs)
 
 
 def _written(done: bool, outputs: dict[str, Tensors | None]) -> bool:
-    """Tell autograd what a kernel wrote, so that a stale graph is noticed as ever."""
+    """If a kernel is ``done``, tell autograd which tensors it wrote, so that stale graphs are noticed as usual."""
     if done:
         for tensors in outputs.values():
             increment_version(tensors or ())
@@ -92,7 +92,7 @@ def advance_(
     rule: Rule,
     thetas: Tensors,
 ) -> bool:
-    """:func:`accumulate_`, then :func:`quasi_diagonal` or :func:`diagonal`, in one go; of a bias and a weight."""
+    """:func:`accumulate_`, then :func:`quasi_diagonal` or :func:`diagonal` of a bias and a weight, in one call."""
     if a.is_cuda or rule.momentum:
         return False
     done = native.products_(into, a, w, shift, keep, float(gain), gradients, rule, thetas)
@@ -100,7 +100,7 @@ def advance_(
 
 
 def squares(delta: Tensor, scale: float | Tensor = 1.0) -> Tensor | Squares:
-    """``(scale·delta)²``, left to the product that it is for, where that can."""
+    """``(scale·delta)²``; as :class:`Squares`, not yet computed, if the matrix product that needs it can do that."""
     if not delta.is_cuda and native.multiplies() and native.usable(delta.numel(), delta) and scale:
         return Squares(delta, float(scale))
     return square(delta, scale)
@@ -109,7 +109,7 @@ def squares(delta: Tensor, scale: float | Tensor = 1.0) -> Tensor | Squares:
 def square(
     delta: Tensor, scale: float | Tensor = 1.0, onto: Tensor | Squares | None = None
 ) -> Tensor:
-    """``(scale·delta)²`` as ``moments.square`` has it, added ``onto`` what is there already."""
+    """``(scale·delta)²`` as by ``moments.square``, added to ``onto`` in place if that is given."""
     backend = gpu if delta.is_cuda else native
     onto = onto.formed() if isinstance(onto, Squares) else onto
     if (w := backend.square(delta, scale, onto)) is not None:
@@ -140,7 +140,7 @@ def root(
 def lengths(
     layers: Sequence[tuple[Tensors, Sequence[Tensor | None]]], half: float
 ) -> list[Lengths] | None:
-    """The lengths of layers' steps, ``[units(, inputs)]``, by their roots, or ``None`` where no kernel can."""
+    """The :class:`Lengths` of layers, from the step ``[units(, inputs)]`` and root of each; ``None`` where no kernel can."""
     return native.lengths(layers, half)
 
 
@@ -160,31 +160,31 @@ def move_(
     ways: Sequence[Tensor | None],
     settles: bool = False,
 ) -> list[float] | None:
-    """That of :func:`quasidiag.auto.moving.move_`, and if wanted of :func:`quasidiag.auto.rest.settle_`, with its norms."""
+    """The kernel of :func:`quasidiag.auto.moving.move_`, with :func:`settle_` if ``settles``; returns norms, or ``None``."""
     norms = native.move_(thetas, ws, by, aparts, keep, ways, settles)
     _written(norms is not None, {"thetas": thetas})
     return norms
 
 
 def settle_(thetas: Tensors, aparts: Tensors) -> list[float] | None:
-    """That of :func:`quasidiag.auto.rest.settle_`, with the norms of where parameters have come to rest."""
+    """The kernel of :func:`quasidiag.auto.rest.settle_`; returns the parameters' norms at rest, or ``None``."""
     return native.settle_(thetas, aparts)
 
 
 def lead_(
     thetas: Tensors, aparts: Tensors, norms: Sequence[float], allowed: Sequence[float]
 ) -> list[bool] | None:
-    """That of :func:`quasidiag.auto.rest.lead_`, with whether parameters are as they were left."""
+    """The kernel of :func:`quasidiag.auto.rest.lead_`; returns whether each parameter is as it was left, or ``None``."""
     return native.lead_(thetas, aparts, norms, allowed)
 
 
 def dots(xs: Tensors, ys: Tensors) -> list[float] | None:
-    """The products of :func:`quasidiag.auto.directions.dots`, pair by pair."""
+    """The kernel of :func:`quasidiag.auto.directions.products`: the dot product of each pair, or ``None``."""
     return native.dots(xs, ys)
 
 
 def finite(tensors: Sequence[Any]) -> bool | None:
-    """Whether all numbers are finite, or ``None`` where no kernel can say (or it is not tensors)."""
+    """Whether all numbers are finite; ``None`` where no kernel can say (or some are not tensors)."""
     return native.finite(tensors)
 
 

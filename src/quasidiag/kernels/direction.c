@@ -1,4 +1,5 @@
-/* A layer's direction, A^{-1} P Q^T for a gradient with the coordinates P S Q^T (quasidiag.auto.orthogonal, quasidiag.root). */
+/* The direction of a layer: A^{-1} P Q^T for a gradient with the coordinates P S Q^T (quasidiag.auto.orthogonal,
+ * quasidiag.root). */
 #include <math.h>
 #include <stdint.h>
 #include <stdlib.h>
@@ -6,21 +7,21 @@
 
 #include "orthogonal.h"
 
-/* So many numbers have room at once, or one matrix. */
+/* Matrices are worked on together up to this many numbers, larger ones one by one. */
 enum { AT_ONCE = 1 << 22 };
 
-/* Matrices go to one thread each if none is heavier than a thread's share of all by more than this. */
+/* Matrices go to one thread each if the heaviest is less than this many times a thread's share of all work. */
 static const double EVEN = 1.4;
 
-/* The root of a metric; what a unit does not have is NULL. */
+/* The root of a metric (quasidiag.root.Root); bias and mean may be NULL. */
 typedef struct {
-    int64_t n, first; /* inputs, and where they begin among its coordinates: behind the bias, if there is one */
+    int64_t n, first; /* number of inputs, and index of the first among a unit's coordinates: 1 with a bias, else 0 */
     const float *bias, *mean, *scale;
 } root;
 
-/* Layers that are alike, by `groups` groups of units each; native.py has the same. What a layer does not have is NULL.
+/* Layers of one shape, each of `groups` groups of units; the same as _Alike in native.py. Arrays may be NULL.
  *
- * Of those that have gradients v is what these are averaged into first, and the slopes along their directions are found. */
+ * If there are gradients g, these are first taken into the averages v, and the slope along the directions is found. */
 typedef struct {
     int64_t layers, units, n, groups;
     float *v0, *vi;
@@ -48,8 +49,8 @@ static void coordinates(const root *a, int64_t k, const alike *of, float *u) {
         for (int64_t i = 0; i < a->n; i++) to[i] = v[i] * s[i];
 }
 
-/* w <- A^{-1} u of unit k, `by` times as long, with u brought to length one first unless it is shorter than `shortest`, if
- * there is such a bound. The slope along it. */
+/* w <- by A^{-1} u of unit k, where u is first divided by its length, or by `shortest` if that is larger (not if
+ * `shortest` is 0). Returns the slope along w, 0 without gradients. */
 static float back(const root *a, int64_t k, const alike *of, const float *u) {
     const float *from = u + a->first, *s = a->scale + k * a->n, *mu = a->mean ? a->mean + k * a->n : NULL;
     float *w = of->wi + k * a->n, sum = 0, slope = 0, by = of->by;
@@ -77,14 +78,15 @@ static float back(const root *a, int64_t k, const alike *of, const float *u) {
     return a->first ? slope + of->g0[k] * of->w0[k] : slope;
 }
 
-/* Their matrices: how one is made orthogonal, how many there are, and about how many multiplications each takes. */
+/* The matrices of alike layers: how one is made orthogonal, how many there are, and about how many multiplications each
+ * takes. */
 typedef struct {
     alike *of;
     root a;
     problem one;
-    int64_t rows, count, own, each; /* the last two: numbers of a matrix itself, and of all that it takes */
+    int64_t rows, count, own, each; /* own: floats of one matrix; each: with its workspace */
     double work;
-    float *slopes; /* of each unit */
+    float *slopes; /* one for each unit */
 } kind;
 
 static kind kind_of(alike *of, int64_t poles) {
@@ -99,16 +101,17 @@ static kind kind_of(alike *of, int64_t poles) {
     return k;
 }
 
-/* So many of its matrices have room at once. */
+/* How many matrices of a kind are worked on together. */
 static int64_t at_once(const kind *k) { return least(k->count, k->each < AT_ONCE ? AT_ONCE / k->each : 1); }
 
-/* Which unit of all layers is row `i` of all groups; -1 where a layer's last group has none any more. */
+/* The index, among the units of all layers, of row `i` among the rows of all groups; -1 for padding in a layer's last
+ * group. */
 static int64_t unit(int64_t i, int64_t rows, int64_t groups, int64_t units) {
     const int64_t layer = i / (rows * groups), k = i % (rows * groups);
     return k < units ? layer * units + k : -1;
 }
 
-/* The directions of `count` matrices of a kind, from `start` on. For all threads of a team together. */
+/* The directions of `count` matrices of a kind, from `start` on. All threads of a team call it together. */
 static void directions(const kind *k, int64_t start, int64_t count, float *numbers, const rational *r) {
     const alike *of = k->of;
     const int64_t inputs = of->n + k->a.first;
@@ -137,7 +140,7 @@ static int heavier(const void *x, const void *y) {
     return (a < b) - (a > b);
 }
 
-/* Every matrix by one thread, the heavy ones first: none has to wait for what another has in its cache. */
+/* Every matrix by one thread, the heavy ones first: no thread needs what is in another's cache. */
 static void apart(const kind *kinds, int64_t matrices, float *numbers, int64_t each, const rational *r) {
 #pragma omp for schedule(dynamic)
     for (int64_t i = 0; i < matrices; i++) {
@@ -150,7 +153,7 @@ static void apart(const kind *kinds, int64_t matrices, float *numbers, int64_t e
     }
 }
 
-/* All threads at one kind after the other, with as many matrices at once as there is room for. */
+/* All threads work on one kind after the other, on as many matrices at once as at_once says. */
 static void together(const kind *kinds, int64_t count, float *numbers, const rational *r) {
     for (const kind *k = kinds; k < kinds + count; k++) {
         const int64_t many = at_once(k);
@@ -159,7 +162,7 @@ static void together(const kind *kinds, int64_t count, float *numbers, const rat
     }
 }
 
-/* Of all layers. Returns 0 and does nothing if there is no room. */
+/* Finds the directions of all layers. Returns 0 and does nothing if memory runs out. */
 int qd_directions(int64_t count, alike *layers, float whole, const float *numerators, const float *shifts,
                   int64_t poles, int threads) {
     const rational r = {whole, numerators, shifts};

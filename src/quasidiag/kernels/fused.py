@@ -1,8 +1,8 @@
 # mypy: disable-error-code="no-untyped-def"
 # ruff: noqa: SIM108 (a branch that is taken when the kernel is compiled)
-"""The work of a step on a GPU, each part in one pass over memory: Triton kernels and their launchers.
+"""The GPU kernels of a step, each one pass over memory: Triton kernels and their launchers.
 
-Imported only where Triton is (``kernels.gpu`` asks). Arithmetic is in float32 throughout; the products of
+Imported only where Triton is installed (see ``kernels.gpu``). Arithmetic is in float32 throughout; the products of
 half-precision activities are taken by the tensor cores with float32 sums. Nothing waits for the device, so a step can
 be captured in a CUDA graph. Under ``TRITON_INTERPRET=1`` the kernels run on a CPU, which is how they are tested
 without a GPU.
@@ -41,7 +41,7 @@ def _quasi_diagonal(
     SHIFT: tl.constexpr, W: tl.constexpr, BUFFER: tl.constexpr, THETA: tl.constexpr,
     LR_TENSOR: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """One unit: reductions.quasi_diagonal, then the step. The weights need no row sum, the bias needs theirs."""
+    """reductions.quasi_diagonal of one unit, then the step. One pass is enough: only the bias needs a sum over the row."""
     k = tl.program_id(0)
     start = k.to(tl.int64) * n
     if LR_TENSOR:
@@ -152,9 +152,9 @@ def _products(
     SHIFT: tl.constexpr, GAIN_TENSOR: tl.constexpr,
     UNITS: tl.constexpr, INPUTS: tl.constexpr, ROWS: tl.constexpr,
 ):  # fmt: skip
-    """All moments of a tile at once: ``a`` and ``w`` are read once, ``a`` squared on the way.
+    """All moments of a tile at once: ``a`` and ``w`` are read once, and ``a`` is squared in registers.
 
-    A float32 product is taken as three of the tensor cores', which together are as exact.
+    Each float32 product is computed as three products on the tensor cores (``tf32x3``), which together are as exact.
     """
     u = tl.program_id(0) * UNITS + tl.arange(0, UNITS)
     i = tl.program_id(1) * INPUTS + tl.arange(0, INPUTS)
@@ -181,7 +181,7 @@ def _products(
         factor = gain
     offsets = u.to(tl.int64)[:, None] * n + i[None, :]
     mask = (u < units)[:, None] & (i < n)[None, :]
-    once = u + tl.program_id(1) * units < units  # by the first column of programs alone
+    once = u + tl.program_id(1) * units < units  # only the first column of programs writes m00
     old = tl.load(m00 + u, mask=once, other=0.0)
     tl.store(m00 + u, keep * old + factor * zeroth, mask=once)
     old = tl.load(m0i + offsets, mask=mask, other=0.0)
@@ -202,7 +202,7 @@ def quasi_diagonal(
     buffers: Sequence[Tensor] | None,
     thetas: Sequence[Tensor] | None,
 ) -> None:
-    """Solve (``reductions.quasi_diagonal``) and, with what is given, write ``w``, follow momentum and step."""
+    """Solve (``reductions.quasi_diagonal``), and write ``w``, update momentum ``buffers``, move ``thetas``, if given."""
     rows, n = mii.shape
     block = max(16, min(triton.next_power_of_2(n), 1024))
     outputs = [t for pair in (w, buffers, thetas) for t in (pair or (m00, m00))]
@@ -228,7 +228,7 @@ def diagonal(
     buffers: Sequence[Tensor] | None,
     thetas: Sequence[Tensor] | None,
 ) -> None:
-    """The same for the diagonal reduction of several parameters."""
+    """As :func:`quasi_diagonal`, for the diagonal reduction of several parameters."""
     lists = [moments, gradients, *(x or moments for x in (w, buffers, thetas))]
     for m, v, *outputs in zip(*lists):
         with _on(m):
@@ -243,7 +243,7 @@ def diagonal(
 
 
 def square(delta: Tensor, scale: float | Tensor, onto: Tensor | None) -> Tensor:
-    """``(scale·delta)²``; of half-precision derivatives in bfloat16, which has float32's range."""
+    """``(scale·delta)²``, added to ``onto`` if given; of half-precision derivatives in bfloat16, with float32's range."""
     half = delta.dtype in (torch.float16, torch.bfloat16)
     dtype = torch.bfloat16 if half else torch.float32
     out = torch.empty_like(delta, dtype=dtype) if onto is None else onto
@@ -266,8 +266,8 @@ def accumulate_(
 ) -> None:
     """``into ← keep·into + gain·moments(a - shift, w)`` of a dense layer.
 
-    Where launches and passes over memory cost more than the products, one kernel does it all. Elsewhere the products
-    are cuBLAS's, with the old moments as its accumulator: it multiplies at nearly twice the speed.
+    Where launches and passes over memory cost more than the products, one kernel of our own does it all. Elsewhere cuBLAS
+    computes the products, at nearly twice the speed, with the old moments as its accumulator.
     """
     exact = torch.get_float32_matmul_precision() == "highest" and w.dtype == torch.float32
     if exact and into.m0i is not None and a.numel() * w.shape[1] < SMALL:
@@ -322,5 +322,5 @@ def _accumulate_large_(
 
 
 def _on(tensor: Tensor) -> torch.cuda.device:
-    """Launch where the numbers are (on a CPU, under the interpreter, nothing changes)."""
+    """A context that launches kernels on the tensor's device (on a CPU, under the interpreter, it has no effect)."""
     return torch.cuda.device(tensor.device.index if tensor.is_cuda else -1)

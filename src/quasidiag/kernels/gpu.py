@@ -1,4 +1,4 @@
-"""Which calls the Triton kernels take: plain, dense numbers on a CUDA device, where Triton is installed."""
+"""Decides which calls go to the Triton kernels: those with plain, contiguous tensors on a CUDA device."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _HALVES = (torch.float16, torch.bfloat16)
 
 @functools.cache
 def fused() -> ModuleType | None:
-    """The kernels, or ``None`` where they cannot be had; ``QUASIDIAG_TRITON=0`` turns them off."""
+    """The module of the kernels, or ``None`` without Triton; ``QUASIDIAG_TRITON=0`` turns them off."""
     if os.environ.get("QUASIDIAG_TRITON", "1") == "0":
         return None
     try:
@@ -29,7 +29,7 @@ def fused() -> ModuleType | None:
 
 
 def usable(*tensors: Tensor | None, dtypes: tuple[torch.dtype, ...] = (torch.float32,)) -> bool:
-    """Whether the kernels can read and write these."""
+    """Whether the kernels can read and write these tensors."""
     for t in tensors:
         if t is not None and not (
             type(t) in (Tensor, torch.nn.Parameter)
@@ -43,7 +43,7 @@ def usable(*tensors: Tensor | None, dtypes: tuple[torch.dtype, ...] = (torch.flo
 
 
 def interpreted() -> bool:
-    """Whether Triton runs on the CPU, to be tested there."""
+    """Whether Triton runs in its interpreter, which tests the kernels on a CPU."""
     return os.environ.get("TRITON_INTERPRET", "0") == "1"
 
 
@@ -95,7 +95,7 @@ def square(delta: Tensor, scale: float | Tensor, onto: Tensor | None = None) -> 
 def accumulate_(
     into: Moments, a: Tensor, w: Tensor, shift: Tensor | None, keep: float, gain: float | Tensor
 ) -> bool:
-    """See ``kernels.accumulate_``: in float32, or in bfloat16 where that is what the derivatives came in."""
+    """See ``kernels.accumulate_``: in float32, or in bfloat16 if the derivatives were in half precision."""
     # Under autocast a layer may be given float32 and still multiply in half precision, so w decides. PyTorch before
     # 2.8 cannot sum products of half-precision numbers into float32.
     mixed = (

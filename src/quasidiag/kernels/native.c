@@ -1,8 +1,8 @@
 /* The elementwise work of a step on a CPU, each in one pass over memory.
  *
- * Compiled at first use by native.py; the oracles are quasidiag.reductions, quasidiag.moments, quasidiag.root,
- * quasidiag.auto.proportions, quasidiag.auto.proposal, quasidiag.auto.moving, quasidiag.auto.rest and quasidiag.auto.directions.
- * Rows are shared among the threads that torch is allowed.
+ * Compiled at first use by native.py; the oracles are quasidiag.reductions, quasidiag.moments, quasidiag.root and, in
+ * quasidiag.auto, proportions, proposal, moving, rest and directions. Rows are divided among as many threads as torch may
+ * use.
  */
 #include <math.h>
 #include <stdint.h>
@@ -11,7 +11,7 @@
 
 #include "native.h"
 
-/* Room is kept for the next call: new memory costs a page fault every 4 KiB. */
+/* The buffer that is kept for the next call: new memory costs a page fault every 4 KiB. */
 static room *kept = NULL;
 
 room *borrow(size_t size) {
@@ -25,17 +25,17 @@ room *borrow(size_t size) {
 
 void give_back(room *mine) { free(__atomic_exchange_n(&kept, mine, __ATOMIC_ACQ_REL)); }
 
-/* Of several arrays together. */
+/* The size of several arrays together. */
 static int64_t total(int64_t count, const int64_t *sizes) {
     int64_t all = 0;
     for (int64_t k = 0; k < count; k++) all += sizes[k];
     return all;
 }
 
-/* So many numbers of an array at a time. */
+/* Arrays are worked on in chunks of this many numbers. */
 enum { CHUNK = 2048 };
 
-/* Algorithm 1 and what follows it, for every unit of a layer. Any of wi, buffers and thetas may be NULL. */
+/* Algorithm 1 and then the step, for every unit of a layer. Any of w, buffers and thetas may be NULL. */
 void qd_quasi_diagonal(int64_t rows, int64_t n, const float *m00, const float *m0i, const float *mii,
                        const float *v0, const float *vi, const float *shift, int shifted,
                        float *w0, float *wi, float *buffer0, float *bufferi, float *theta0,
@@ -57,7 +57,7 @@ void qd_quasi_diagonal(int64_t rows, int64_t n, const float *m00, const float *m
     }
 }
 
-/* The diagonal reduction of several arrays, and what follows it. w, buffers and thetas may be NULL. */
+/* The diagonal reduction and then the step, of several arrays. Any of ws, buffers and thetas may be NULL. */
 void qd_diagonal(int64_t count, const int64_t *sizes, const float *const *ms, const float *const *vs,
                  float *const *ws, float *const *buffers, float *const *thetas, rule r, int threads) {
 #pragma omp parallel num_threads(worth(total(count, sizes), threads))
@@ -78,7 +78,7 @@ void qd_diagonal(int64_t count, const int64_t *sizes, const float *const *ms, co
     }
 }
 
-/* What proposal.averaged_ does to several arrays. */
+/* proposal.averaged_ of several arrays. */
 void qd_average(int64_t count, const int64_t *sizes, float *const *averages, const float *const *gradients,
                 float *const *founds, const float *factors, float by, int threads) {
 #pragma omp parallel num_threads(worth(total(count, sizes), threads))
@@ -128,9 +128,9 @@ static int by_address(const void *x, const void *y) {
     return (a > b) - (a < b);
 }
 
-/* Whether no two arrays share a number. */
+/* Whether no two arrays overlap in memory. */
 static int disjoint(int64_t count, const int64_t *sizes, float *const *arrays) {
-    range ranges[count + 1]; /* there may be none */
+    range ranges[count + 1]; /* count may be 0 */
     for (int64_t k = 0; k < count; k++) ranges[k] = (range){arrays[k], arrays[k] + sizes[k]};
     qsort(ranges, count, sizeof *ranges, by_address);
     for (int64_t k = 1; k < count; k++)
@@ -138,7 +138,7 @@ static int disjoint(int64_t count, const int64_t *sizes, float *const *arrays) {
     return 1;
 }
 
-/* The norms of those that are apart. For all threads of a team together. */
+/* The norms of those thetas that have an `apart`. All threads of a team call it together. */
 static void measure(int64_t count, const int64_t *sizes, float *const *thetas, float *const *aparts, double *sums,
                     double *norms) {
     for (int64_t k = 0; k < count; k++) {
@@ -151,9 +151,10 @@ static void measure(int64_t count, const int64_t *sizes, float *const *thetas, f
     }
 }
 
-/* w <- by w, and theta + w, keep (apart + w) and way + w, each unless it is NULL (moving.move_). With `norms`, those that
- * are apart come to rest at once, theta - apart, and have these norms then (rest.settle_): once all of them have, since
- * parameters may overlap. Without ws they do nothing else. 0 if there is no room. */
+/* w <- by w, theta <- theta + w, apart <- keep (apart + w), way <- way + w, each unless it is NULL (moving.move_).
+ *
+ * With `norms`, thetas that have an `apart` then come to rest, theta <- theta - apart (rest.settle_), and their norms are
+ * found, after all have come to rest if they overlap. Without `ws` nothing else happens. Returns 0 if memory runs out. */
 int qd_move(int64_t count, const int64_t *sizes, float *const *thetas, float *const *ws, float *const *aparts,
             float *const *ways, float by, float keep, double *norms, int threads) {
     room *mine = borrow(2 * most_chunks(count, sizes));
@@ -165,7 +166,7 @@ int qd_move(int64_t count, const int64_t *sizes, float *const *thetas, float *co
         const unsigned before = flush_denormals();
         for (int64_t k = 0; k < count; k++) {
             float *theta = thetas[k], *w = ws ? ws[k] : NULL, *apart = aparts[k], *way = ws ? ways[k] : NULL;
-#pragma omp for schedule(static) /* and wait for the overlapping ones */
+#pragma omp for schedule(static) /* threads wait at its end, since thetas may overlap */
             for (int64_t start = 0; start < sizes[k]; start += CHUNK) {
                 const int64_t last = least(start + CHUNK, sizes[k]);
                 if (w)
@@ -192,8 +193,8 @@ int qd_move(int64_t count, const int64_t *sizes, float *const *thetas, float *co
 
 static int as_left(double now, double then, float part) { return fabs(now - then) <= part * then; }
 
-/* theta <- theta + apart; but apart <- 0 where theta has not the norm that it had, but for that part, and NaN in the place
- * of the norm found (rest.lead_). 0 if there is no room. */
+/* theta <- theta + apart if theta's norm is the one in `norms`, up to the part `allowed` of it; else apart <- 0, and the
+ * norm in `found` is NaN (rest.lead_). Returns 0 if memory runs out. */
 int qd_lead(int64_t count, const int64_t *sizes, float *const *thetas, float *const *aparts, const double *norms,
             const float *allowed, double *found, int threads) {
     room *mine = borrow(2 * most_chunks(count, sizes));
@@ -205,7 +206,7 @@ int qd_lead(int64_t count, const int64_t *sizes, float *const *thetas, float *co
         for (int64_t k = 0; k < count; k++) {
             const int same = as_left(found[k], norms[k], allowed[k]);
             float *theta = thetas[k], *apart = aparts[k];
-#pragma omp for schedule(static) /* and wait for the overlapping ones */
+#pragma omp for schedule(static) /* threads wait at its end, since thetas may overlap */
             for (int64_t start = 0; start < sizes[k]; start += CHUNK) {
                 const int64_t last = least(start + CHUNK, sizes[k]);
                 if (same)
@@ -223,7 +224,7 @@ int qd_lead(int64_t count, const int64_t *sizes, float *const *thetas, float *co
     return 1;
 }
 
-/* The products of pairs of arrays. 0 if there is no room. */
+/* The dot products of pairs of arrays. Returns 0 if memory runs out. */
 int qd_dots(int64_t count, const int64_t *sizes, const float *const *xs, const float *const *ys, double *found,
             int threads) {
     room *mine = borrow(2 * most_chunks(count, sizes));
@@ -256,13 +257,13 @@ static double mean(int64_t n, const float *x) {
     return sum / n;
 }
 
-/* The root of a metric (quasidiag.root.quasi_diagonal), of `units` units in every layer, each with a shift of its own. With
- * `bounds`, as reductions.safeguarded has them, or NULL. 0 if there is no room. */
+/* The root of a metric (quasidiag.root.quasi_diagonal) of layers of `units` units, each layer with its own shift. `bounds`
+ * are those of reductions.safeguarded, or NULL. Returns 0 if memory runs out. */
 int qd_root(int64_t rows, int64_t n, int64_t units, const float *m00, const float *m0i, const float *mii,
             const float *shift, const float *bounds, float *bias, float *mu, float *scale, int threads) {
     room *mine = borrow(2 * rows);
     if (!mine) return 0;
-    float *first = mine->numbers, *more = first + rows; /* of each unit: m00, and what its variances grow by */
+    float *first = mine->numbers, *more = first + rows; /* of each unit: m00, and what is added to its variances */
     for (int64_t k = 0; k < rows; k += units) {
         const float dead = bounds ? bounds[2] * (float)mean(units, m00 + k) : 0;
         for (int64_t i = k; i < k + units; i++) first[i] = m00[i] + dead;
@@ -309,7 +310,7 @@ int qd_root(int64_t rows, int64_t n, int64_t units, const float *m00, const floa
     return 1;
 }
 
-/* A layer whose steps are measured; native.py has the same. What it does not have is NULL. */
+/* A layer whose step is measured; the same as _Measured in native.py. w0, bias and mean may be NULL. */
 typedef struct {
     int64_t units, n;
     const float *w0, *wi, *bias, *mean, *scale;
@@ -333,17 +334,18 @@ static float squared(const measured *of, int64_t k) {
     return sum + u0 * u0;
 }
 
-/* The part of units that take part in a step, given their squared lengths and those of one that is half as long as usual. */
+/* The share of units that take part in a step (proportions.share), given their squared lengths and that of a unit half as
+ * long as usual. */
 static double share(int64_t units, const float *lengths, double half) {
     double sum = 0;
     for (int64_t i = 0; i < units; i++) {
         const double part = lengths[i] / half;
-        sum += part < 1 ? part : 1; /* and 1 where it is not a number */
+        sum += part < 1 ? part : 1; /* 1 where it is NaN */
     }
     return sum / units;
 }
 
-/* Measures all layers; `half` is proportions.HALF. 0 if there is no room. */
+/* Measures all layers; `half` is proportions.HALF. Returns 0 if memory runs out. */
 int qd_lengths(int64_t count, measured *layers, double half, int threads) {
     int64_t units = 0, numbers = 0;
     for (int64_t k = 0; k < count; units += layers[k].units, k++) numbers += layers[k].units * layers[k].n;
@@ -368,7 +370,7 @@ int qd_lengths(int64_t count, measured *layers, double half, int threads) {
     return 1;
 }
 
-/* out <- (scale delta)^2, or out + that; below `smallest` it counts as zero (moments.square). */
+/* out <- (scale delta)^2, or out + (scale delta)^2 if `add`; squares below `smallest` count as 0 (moments.square). */
 void qd_square(int64_t n, const float *delta, float scale, float smallest, int add, float *out,
                int threads) {
 #pragma omp parallel num_threads(worth(n, threads))
@@ -383,7 +385,7 @@ void qd_square(int64_t n, const float *delta, float scale, float smallest, int a
     }
 }
 
-/* w <- w slope^2; below `smallest` it counts as zero. */
+/* w <- w slope^2, or 0 if that is below `smallest`. */
 void qd_weaken(int64_t n, const float *slope, float smallest, float *w, int threads) {
 #pragma omp parallel for simd schedule(static) num_threads(worth(n, threads))
     for (int64_t i = 0; i < n; i++) {
@@ -392,7 +394,7 @@ void qd_weaken(int64_t n, const float *slope, float smallest, float *w, int thre
     }
 }
 
-/* a - c (where wanted) and its square, row by row. */
+/* centred <- a - shift and squared <- (a - shift)^2, row by row; if `centred` is NULL, only squared <- a^2. */
 void qd_centre(int64_t rows, int64_t n, const float *a, const float *shift, float *centred,
                float *squared, int threads) {
 #pragma omp parallel for schedule(static) num_threads(worth(rows * n, threads))
@@ -414,7 +416,7 @@ void qd_centre(int64_t rows, int64_t n, const float *a, const float *shift, floa
     }
 }
 
-/* Whether all numbers of all arrays are finite, or (scale x)^2 where a scale is not 0. */
+/* Whether all numbers x of all arrays are finite, or (scale x)^2 in an array whose scale is not 0. */
 int qd_finite(int64_t count, const int64_t *sizes, const float *const *arrays, const float *scales,
               int threads) {
     float sum = 0;
@@ -424,7 +426,7 @@ int qd_finite(int64_t count, const int64_t *sizes, const float *const *arrays, c
         const int64_t first = sizes[k] * thread() / team(), last = sizes[k] * (thread() + 1) / team();
         if (scale == 0) {
 #pragma omp simd reduction(+ : sum)
-            for (int64_t i = first; i < last; i++) sum += 0 * x[i]; /* 0, or not a number */
+            for (int64_t i = first; i < last; i++) sum += 0 * x[i]; /* 0 if finite, else NaN */
         } else {
 #pragma omp simd reduction(+ : sum)
             for (int64_t i = first; i < last; i++) sum += 0 * ((scale * x[i]) * (scale * x[i]));

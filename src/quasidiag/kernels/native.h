@@ -8,7 +8,7 @@
 #include <omp.h>
 #endif
 
-/* Denormal floats slow a CPU down tenfold; what they could add to a metric is nothing. */
+/* Denormal floats slow a CPU down tenfold, and add nothing to a metric. */
 static inline unsigned flush_denormals(void) {
 #ifdef __SSE2__
     const unsigned before = _mm_getcsr();
@@ -43,20 +43,20 @@ static inline int team(void) {
 #endif
 }
 
-/* How many threads so many numbers are worth: one, where waking another takes longer than the work. */
+/* How many threads to use for this many numbers: one, where waking another takes longer than the work. */
 static inline int worth(int64_t numbers, int threads) { return numbers < 16384 ? 1 : threads; }
 
 static inline int64_t least(int64_t x, int64_t y) { return x < y ? x : y; }
 
 static inline int64_t parts(int64_t whole, int64_t part) { return (whole + part - 1) / part; }
 
-/* Room for numbers that are packed. */
+/* A buffer of `size` floats. */
 typedef struct {
     size_t size;
     float numbers[] __attribute__((aligned(64)));
 } room;
 
-/* native.c; NULL where there is none. */
+/* A buffer of at least `size` floats, to be given back, or NULL if memory runs out (native.c). */
 room *borrow(size_t size);
 void give_back(room *mine);
 
@@ -87,7 +87,7 @@ static inline void apply(int64_t n, const float *w, float *buffer, float *theta,
     }
 }
 
-/* average <- average + by (gradient - average), and found <- the same once more, times a factor (proposal.averaged_). */
+/* average <- average + by (gradient - average); found <- the same applied once more, times `factor` (proposal.averaged_). */
 static inline void average(int64_t n, float *average, const float *gradient, float *found, float by, float factor) {
 #pragma omp simd
     for (int64_t i = 0; i < n; i++) {
@@ -97,10 +97,10 @@ static inline void average(int64_t n, float *average, const float *gradient, flo
     }
 }
 
-/* Eight units in the last place: an input that varied by less did not vary (reductions.varies). */
+/* Eight units in the last place: an input that varied by less counts as constant (reductions.varies). */
 static const float UNIT = 8 * 1.1920929e-07f;
 
-/* Algorithm 1 for one unit: its weights' part into w, its bias's returned. */
+/* Algorithm 1 for one unit: writes the weights' Riemannian gradient into w and returns the bias's. */
 static inline float solve(int64_t n, float m00, const float *m0i, const float *mii, float g0, const float *vi,
                           const float *shift, int shifted, float *w, rule r) {
     const float v0 = r.scale * g0;

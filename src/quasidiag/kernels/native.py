@@ -1,8 +1,8 @@
-"""The work of a step on a CPU, compiled at first use from the C files in this folder.
+"""The CPU kernels of a step, compiled at first use from the C files in this folder.
 
-The system's own C compiler is asked once (two seconds) and its answer kept in the user's cache. Where there is no
-compiler, or the numbers are not plain float32 on a CPU, every function here says so by returning ``None`` or ``False``
-and the caller goes the eager way, which is also the oracle that the tests compare with.
+The system's C compiler runs once (two seconds), and the result is kept in the user's cache. Where there is no compiler,
+or tensors are not plain float32 on a CPU, every function here returns ``None`` or ``False``. The caller then runs its
+eager code, which is also the oracle that the tests compare with.
 
 ``QUASIDIAG_NATIVE=0`` in the environment turns it off, ``QUASIDIAG_CACHE`` says where compiled code is kept.
 """
@@ -32,9 +32,10 @@ from quasidiag.moments import PLAIN, Moments, smallest
 
 SOURCES = "native", "orthogonal", "direction", "products"
 SMALLEST = smallest(torch.float32)
-#: Layers smaller than this are not worth a compiler, where it would not save many calls.
+#: Layers of fewer numbers than this are left to eager code by kernels that would not save many calls.
 LEAST = 4_096
-#: Matrices of so few rows (or columns) are mostly padding when they are packed. Longer than the second, they are left alone.
+#: Matrices with fewer rows (or columns) than the first are mostly padding when packed: if longer than the second, they
+#: are left to eager code.
 NARROW, LONG = 16, 4_096
 
 _FLOAT32 = torch.float32
@@ -71,7 +72,7 @@ class _Measured(ctypes.Structure):
     ]
 
 
-#: The arguments of each function; the number of threads follows.
+#: The argument types of each C function; the number of threads is one more.
 _SIGNATURES: dict[str, list[Any]] = {
     "qd_quasi_diagonal": [_SIZE, _SIZE, *[_POINTER] * 6, _FLAG, *[_POINTER] * 6, _Rule],
     "qd_diagonal": [_SIZE, *[_POINTER] * 6, _Rule],
@@ -92,7 +93,7 @@ _SIGNATURES: dict[str, list[Any]] = {
 
 @functools.cache
 def library() -> ctypes.CDLL | None:
-    """The compiled functions, or ``None`` where they cannot be had."""
+    """The compiled functions, or ``None`` where they cannot be compiled or are turned off."""
     if os.environ.get("QUASIDIAG_NATIVE", "1") == "0" or platform.system() != "Linux":
         return None
     compiler = os.environ.get("CC") or shutil.which("cc") or shutil.which("gcc")
@@ -100,7 +101,7 @@ def library() -> ctypes.CDLL | None:
         return None
     try:
         found = ctypes.CDLL(str(_build(compiler)))
-    except (OSError, RuntimeError, subprocess.SubprocessError):  # of a home: that there is none
+    except (OSError, RuntimeError, subprocess.SubprocessError):  # RuntimeError: no home directory
         return None
     for name, types in _SIGNATURES.items():
         getattr(found, name).argtypes = [*types, ctypes.c_int]
@@ -109,13 +110,13 @@ def library() -> ctypes.CDLL | None:
 
 @functools.cache
 def multiplies() -> bool:
-    """Whether ``products.c`` is for this processor: with AVX-512, and without AVX2, torch's own products are faster."""
+    """Whether to use ``products.c``: only with AVX2, as with AVX-512 or without AVX2 torch's own products are faster."""
     return torch.backends.cpu.get_cpu_capability() == "AVX2"
 
 
 @functools.cache
 def vectors() -> bool:
-    """Whether ``direction.c`` is for this processor."""
+    """Whether to use ``direction.c``: it is written for AVX2 and AVX-512."""
     return torch.backends.cpu.get_cpu_capability() in _FLAGS
 
 
@@ -147,7 +148,7 @@ def _build(compiler: str) -> Path:
 
 
 def _openmp() -> str:
-    """The linker's name of the OpenMP that torch runs on: a second one's threads would fight with its own."""
+    """The OpenMP library that torch uses, as a linker argument: the threads of a second one would compete with torch's."""
     maps = Path("/proc/self/maps").read_text().splitlines()
     loaded = sorted({path for line in maps if "libgomp" in (path := line.split(maxsplit=5)[-1])})
     torchs = [path for path in loaded if {"torch", "torch.libs"} & {*Path(path).parts[-3:]}]
@@ -164,12 +165,12 @@ def _cache() -> Path:
 
 
 def usable(size: int, *tensors: Tensor | None) -> bool:
-    """Whether these are :func:`dense`, and enough of them."""
+    """Whether the tensors are :func:`dense`, and ``size`` is worth a kernel."""
     return size >= LEAST and dense(*tensors)
 
 
 def dense(*tensors: Tensor | None) -> bool:
-    """Whether these are plain, dense float32 numbers on the CPU."""
+    """Whether kernels can be used, and all tensors are plain, contiguous and float32 on the CPU."""
     for t in tensors:
         if t is not None and not (
             type(t) in PLAIN and t.dtype is _FLOAT32 and t.is_cpu and t.is_contiguous()
@@ -191,7 +192,7 @@ def quasi_diagonal(
     buffers: Sequence[Tensor] | None = None,
     thetas: Sequence[Tensor] | None = None,
 ) -> bool:
-    """Solve (``reductions.quasi_diagonal``) and, with what is given, write ``w``, follow momentum and step."""
+    """Solve (``reductions.quasi_diagonal``), and write ``w``, update momentum ``buffers``, move ``thetas``, if given."""
     groups = [pair or (None, None) for pair in (w, buffers, thetas)]
     outputs = [t for pair in groups for t in pair]
     if not usable(mii.numel(), m00, m0i, mii, v0, vi, shift, *outputs):
@@ -213,7 +214,7 @@ def diagonal(
     buffers: Sequence[Tensor] | None = None,
     thetas: Sequence[Tensor] | None = None,
 ) -> bool:
-    """The same for the diagonal reduction (``reductions.diagonal``) of several parameters."""
+    """As :func:`quasi_diagonal`, for the diagonal reduction (``reductions.diagonal``) of several parameters."""
     lists = [moments, gradients, w, buffers, thetas]
     sizes = [m.numel() for m in moments]
     if not usable(sum(sizes), *(t for tensors in lists for t in tensors or ())):
@@ -226,7 +227,7 @@ def diagonal(
 def average_(
     averages: Sequence[Tensor], gradients: Sequence[Tensor], by: float, factors: Sequence[float]
 ) -> list[Tensor] | None:
-    """``average ← average + by·(gradient - average)``; and that once more, times the factors."""
+    """``average ← average + by·(gradient - average)``; returns the same applied once more, times ``factors``."""
     if not (dense(*averages, *gradients) and _fit(averages, gradients)):
         return None
     found = [torch.empty_like(average) for average in averages]
@@ -244,9 +245,9 @@ def move_(
     ways: Sequence[Tensor | None],
     settles: bool,
 ) -> list[float] | None:
-    """``w ← by·w``, ``θ ← θ + w``, ``apart ← keep·(apart + w)`` and ``way ← way + w``; then :func:`settle_` if wanted.
+    """``w ← by·w``, ``θ ← θ + w``, ``apart ← keep·(apart + w)``, ``way ← way + w``; then :func:`settle_` if ``settles``.
 
-    The norms are those of what has come to rest.
+    Returns the norms after :func:`settle_`, or NaNs without it.
     """
     if not (dense(*thetas, *ws, *aparts, *ways) and _fit(ws, thetas, aparts, ways)):
         return None
@@ -258,7 +259,7 @@ def move_(
 
 
 def settle_(thetas: Sequence[Tensor], aparts: Sequence[Tensor]) -> list[float] | None:
-    """``θ ← θ - apart``, and the norms that they have then."""
+    """``θ ← θ - apart``; returns the norms of θ after that."""
     if not (dense(*thetas, *aparts) and _fit(aparts, thetas)):
         return None
     norms, sizes = (ctypes.c_double * len(thetas))(), [e.numel() for e in aparts]
@@ -273,7 +274,7 @@ def lead_(
     norms: Sequence[float],
     allowed: Sequence[float],
 ) -> list[bool] | None:
-    """``θ ← θ + apart``, but ``apart ← 0`` where θ's norm is not what it was; whether it is."""
+    """``θ ← θ + apart``, but ``apart ← 0`` if θ's norm is not the one in ``norms``; returns whether it is."""
     if not (dense(*thetas, *aparts) and _fit(aparts, thetas)):
         return None
     were, found = (ctypes.c_double * len(norms))(*norms), (ctypes.c_double * len(norms))()
@@ -284,7 +285,7 @@ def lead_(
 
 
 def dots(xs: Sequence[Tensor], ys: Sequence[Tensor]) -> list[float] | None:
-    """The product of each pair."""
+    """The dot product of each pair."""
     if not (dense(*xs, *ys) and _fit(xs, ys)):
         return None
     found = (ctypes.c_double * len(xs))()
@@ -293,7 +294,7 @@ def dots(xs: Sequence[Tensor], ys: Sequence[Tensor]) -> list[float] | None:
 
 
 def _fit(tensors: Sequence[Tensor], *others: Sequence[Tensor | None]) -> bool:
-    """Whether all have the same shapes; who has given a parameter another one is told by the plain code."""
+    """Whether all have the same shapes. If somebody has changed a parameter's shape, the eager code raises the error."""
     shapes = [t.shape for t in tensors]
     return all(
         [shape if t is None else t.shape for t, shape in zip(ts, shapes)] == shapes for ts in others
@@ -301,7 +302,7 @@ def _fit(tensors: Sequence[Tensor], *others: Sequence[Tensor | None]) -> bool:
 
 
 def square(delta: Tensor, scale: float | Tensor = 1.0, onto: Tensor | None = None) -> Tensor | None:
-    """``(scale·delta)²`` as ``moments.square`` has it, or added to what is there already."""
+    """``(scale·delta)²`` as by ``moments.square``, added to ``onto`` in place if that is given."""
     if not usable(delta.numel(), delta, onto):
         return None
     out = torch.empty_like(delta) if onto is None else onto
@@ -369,7 +370,7 @@ def root(
 def lengths(
     layers: Sequence[tuple[Sequence[Tensor], Sequence[Tensor | None]]], half: float
 ) -> list[Lengths] | None:
-    """``Root.lengths`` of the steps of layers, each with its root: their sum, and ``proportions.share``."""
+    """For each layer, given its step and its root: the sum and ``proportions.share`` of the units' ``Root.lengths``."""
     if not all(w[-1].numel() and dense(*w, *root) for w, root in layers):
         return None
     every = (_Measured * len(layers))(*(_measured(w, root) for w, root in layers))
@@ -384,14 +385,14 @@ def _measured(w: Sequence[Tensor], root: Sequence[Tensor | None]) -> _Measured:
 
 
 def directed(layers: Wanted) -> bool:
-    """Whether :class:`Directions` can find those of these layers."""
+    """Whether :class:`Directions` can handle these layers."""
     units, n = layers.v[-1].shape[-2:]
     narrow = min(units, n) < NARROW and max(units, n) > LONG
     return bool(units * n) and not narrow and vectors() and dense(*layers.v, *layers.root)
 
 
 class Directions:
-    """The directions of layers, found all at once. What stays where it is from step to step is looked at but once."""
+    """Finds the directions of all layers in one call. Addresses that stay the same from step to step are read only once."""
 
     def __init__(
         self, wanted: Sequence[Wanted], whole: float, poles: Sequence[tuple[float, float]]
@@ -400,7 +401,7 @@ class Directions:
         self._rational = whole, *map(_numbers, zip(*poles)), len(poles)
 
     def average(self, averagings: Sequence[Averaging], new: float) -> bool:
-        """Let the next ones be of averages that these gradients go into first, or say that this cannot be."""
+        """Have :meth:`find` take these gradients into the averages ``v`` first; ``False`` if it cannot."""
         vs = [v for layers in self.wanted for v in layers.v]
         gradients = [g for averaging in averagings for g in averaging.gradients]
         if not (dense(*gradients) and _fit(vs, gradients)):
@@ -411,7 +412,7 @@ class Directions:
         return True
 
     def find(self) -> list[Found] | None:
-        """Those of all layers, or none where there is no room for what it takes."""
+        """The directions of all layers, or ``None`` if there is not enough memory."""
         found = [[torch.empty_like(x) for x in layers.v] for layers in self.wanted]
         for to, w in zip(self._every, found):
             to.w0, to.wi = _pair(w)
@@ -435,7 +436,7 @@ def _pair(tensors: Sequence[Tensor]) -> tuple[int | None, int]:
 
 
 def finite(numbers: Sequence[Any]) -> bool | None:
-    """Whether all numbers are finite; of squares, whether they will be."""
+    """Whether all numbers are finite, of :class:`Squares` those that they stand for; ``None`` where no kernel can say."""
     scales = [x.scale if isinstance(x, Squares) else 0.0 for x in numbers]
     tensors = [x.delta if isinstance(x, Squares) else x for x in numbers]
     sizes = [t.numel() for t in tensors if isinstance(t, Tensor)]
@@ -477,7 +478,7 @@ def _call(name: str, *arguments: object) -> int:
     return int(getattr(compiled, name)(*arguments, 1 if _forked else torch.get_num_threads()))
 
 
-#: OpenMP's threads do not survive a fork, and GNU's waits for them for ever.
+#: A forked process uses one thread: OpenMP's threads do not survive a fork, and GNU's waits for them forever.
 _forked = False
 
 

@@ -1,12 +1,11 @@
 /* The orthogonal factor P Q^T of matrices P S Q^T (quasidiag.auto.orthogonal).
  *
- * It comes by the Gram matrix G = X X^T and inverses of it, shifted (by_poles is the oracle):
+ * From the Gram matrix G = X X^T and the inverses of it with shifts (by_poles is the oracle):
  *
  *     P Q^T = (r + sum_j r_j (G + s_j)^{-1}) X.
  *
- * Inverses and products of our own for the sake of what a library cannot know: half of a symmetric matrix tells the rest,
- * and the many small ones follow each other without a call. Every number is summed in the same order on any number of
- * threads.
+ * The inverses and products are our own, to save what a library would do: compute both halves of a symmetric matrix, and
+ * make a call for each of many small matrices. Every number is summed in the same order on any number of threads.
  */
 #include <math.h>
 #include <stdint.h>
@@ -15,12 +14,12 @@
 
 #include "orthogonal.h"
 
-/* Pivots of a matrix G + s are no less than s; of one that rounding has spoilt they may be less than this part of it. */
+/* The pivots of G + s are at least s. If one is less than this part of s, rounding has spoilt the matrix. */
 static const float HALF = 0.5f;
 
 typedef float vector __attribute__((vector_size(4 * LANES)));
 
-/* c <- (more: c +) x^T y, of `k` rows each. Not inlined, because there the compiler may run out of registers. */
+/* c <- x^T y, or c + x^T y if `more`; x and y have `k` rows. Not inlined, or the compiler may run out of registers. */
 __attribute__((noinline)) static void multiply(int64_t k, const float *x, int64_t xs, const float *y, int64_t ys,
                                                int more, float *c, int64_t cs) {
     vector sum[ROWS][2];
@@ -41,8 +40,8 @@ __attribute__((noinline)) static void multiply(int64_t k, const float *x, int64_
         for (int h = 0; h < 2; h++) *(vector *)(c + i * cs + h * LANES) = sum[i][h];
 }
 
-/* G <- X X^T of every matrix, from X^T; only the tiles on the diagonal and above. Every DEPTH columns are summed up by
- * themselves, or the rounding of many that are alike would add up to more than the smallest shift. */
+/* G <- X X^T of every matrix, from X^T; only the tiles on the diagonal and above. Up to DEPTH columns at a time are summed
+ * separately: else the rounding errors of many columns that are alike could exceed the smallest shift. */
 static void square(const problem *m) {
     const int64_t stride = m->stride, depth = parts(m->n, parts(m->n, DEPTH));
 #pragma omp for schedule(dynamic)
@@ -62,7 +61,7 @@ static void square(const problem *m) {
     }
 }
 
-/* The bound on the eigenvalues: G's own length. -(G/bound + s) for every shift s. */
+/* A bound on the eigenvalues of G, its Frobenius norm; and -(G/bound + s) for every shift s. */
 static void shift(const problem *m, const rational *r) {
 #pragma omp for schedule(static)
     for (int64_t which = 0; which < m->count; which++) {
@@ -75,7 +74,7 @@ static void shift(const problem *m, const rational *r) {
             sum += 2 * part + g[i] * g[i];
         }
         const float bound = (float)sqrt(sum);
-        m->bound[which] = bound < 1 ? 1 : bound; /* less than one is a matrix of zeros */
+        m->bound[which] = bound < 1 ? 1 : bound; /* it is less only if X is zero: else its largest entry is 1 */
     }
 #pragma omp for schedule(static)
     for (int64_t i = 0; i < m->count * m->poles * m->side; i++) {
@@ -88,8 +87,8 @@ static void shift(const problem *m, const rational *r) {
     }
 }
 
-/* The lower factor of -p = L L^T, of BLOCK rows, with the inverses of its diagonal in the place of that. Whether rounding
- * has left the pivots what they are, no less than the shift. */
+/* The lower factor l of -p = L L^T, of BLOCK rows, with its diagonal inverted. Returns 0 if a pivot is less than HALF times
+ * the shift, by rounding. */
 static int factorise(const float p[BLOCK][BLOCK], float l[BLOCK][BLOCK], float shift) {
     float left[BLOCK][BLOCK] __attribute__((aligned(64)));
     for (int i = 0; i < BLOCK; i++)
@@ -105,7 +104,7 @@ static int factorise(const float p[BLOCK][BLOCK], float l[BLOCK][BLOCK], float s
     return 1;
 }
 
-/* LANES columns of w <- L^{-1} b, and z <- L^{-T} w, of rows that lie `stride` apart. */
+/* w <- L^{-1} b (in the place of b) and z <- L^{-T} w, for LANES columns whose rows lie `stride` apart. */
 static void substitute(const float l[BLOCK][BLOCK], float *b, float *z, int64_t stride) {
     vector x[BLOCK];
 #pragma GCC unroll 16
@@ -126,8 +125,9 @@ static void substitute(const float l[BLOCK][BLOCK], float *b, float *z, int64_t 
     }
 }
 
-/* Before BLOCK rows B of a matrix -S are swept: with the square P of S on the diagonal, P = L L^T, W = L^{-1} B, and behind
- * it L^{-T} W = P^{-1} B. In the place of that square, P^{-1} itself. 0 if rounding has left no such L. */
+/* Prepares the sweep of BLOCK rows B of a matrix -S. With P = L L^T the square of S on the diagonal in these rows, writes
+ * W = L^{-1} B into `rows` and behind it L^{-T} W = P^{-1} B, with P^{-1} itself in the columns of the square. Returns 0 if
+ * rounding has left no such L. */
 static int gather(const problem *m, const float *a, float *rows, int64_t k, float shift) {
     const int64_t stride = m->stride, width = m->panels * WIDTH, few = least(BLOCK, m->side - k);
     float p[BLOCK][BLOCK] __attribute__((aligned(64))), l[BLOCK][BLOCK] __attribute__((aligned(64)));
@@ -145,8 +145,8 @@ static int gather(const problem *m, const float *a, float *rows, int64_t k, floa
     return 1;
 }
 
-/* A panel of columns of -S while the rows from `k` on are swept: -S + W^T W, but in those rows and columns P^{-1} B. (By the
- * factor, because P^{-1} may be large, and rounding with it.) */
+/* Sweeps BLOCK rows from `k` on in one panel of columns of -S: -S + W^T W, but P^{-1} B in these rows and columns. (W^T W
+ * in place of B^T P^{-1} B, because P^{-1} may be large, and rounding errors with it.) */
 static void follow(const problem *m, float *a, const float *rows, int64_t k, int64_t column) {
     const int64_t stride = m->stride, few = least(BLOCK, m->side - k), last = least(m->side, column + WIDTH);
     const float *swept = rows + BLOCK * stride;
@@ -158,8 +158,8 @@ static void follow(const problem *m, float *a, const float *rows, int64_t k, int
         for (int64_t s = 0; s < few; s++) a[j * stride + k + s] = swept[s * stride + j];
 }
 
-/* Every -S <- S^{-1}, one block of rows swept after the other. One that rounding has made indefinite counts for nothing: the
- * weaker directions stay weaker then. */
+/* Every -S <- S^{-1}, by sweeping one block of rows after the other. An S that rounding has made indefinite is left out of
+ * the sum: weak directions of X are then strengthened less. */
 static void invert(const problem *m, const rational *r) {
     const int64_t all = m->count * m->poles, room_for = 2 * BLOCK * m->stride;
 #pragma omp for schedule(static)
@@ -178,7 +178,7 @@ static void invert(const problem *m, const rational *r) {
     }
 }
 
-/* What X is to be multiplied by, whole, into the place of G: by squares, each of which is written twice. */
+/* Writes the sum that X is to be multiplied by into the place of G, both halves: square by square, each also transposed. */
 static void combine(const problem *m, const rational *r) {
     const int64_t stride = m->stride, squares = parts(m->side, LINE);
 #pragma omp for schedule(static)
@@ -201,8 +201,8 @@ static void combine(const problem *m, const rational *r) {
     }
 }
 
-/* A panel of `rows` rows, `stride` apart: `by` times the columns that are there, then zeros. The numbers lie next to each
- * other by rows or by columns. */
+/* Copies a panel of `rows` rows, `stride` apart: `by` times the columns that are `there`, then zeros up to WIDTH. Numbers of
+ * `from` lie next to each other along its rows (column = 1) or along its columns. */
 static void take(float *to, int64_t stride, const float *from, int64_t row, int64_t column, int64_t rows,
                  int64_t there, float by) {
     if (column == 1)
@@ -219,12 +219,12 @@ static void take(float *to, int64_t stride, const float *from, int64_t row, int6
         }
 }
 
-/* The largest entry of each panel of rows. */
+/* The largest absolute entry of each panel of rows. */
 static void look(const problem *m) {
 #pragma omp for schedule(static)
     for (int64_t i = 0; i < m->count * m->panels; i++) {
         const int64_t which = i / m->panels, first = i % m->panels * WIDTH, last = least(first + WIDTH, m->g);
-        const int64_t across = m->column == 1; /* along what lies next to each other */
+        const int64_t across = m->column == 1; /* go along numbers that lie next to each other */
         const float *x = m->x + which * m->g * m->n;
         float most = 0;
         for (int64_t a = across ? first : 0; a < (across ? last : m->n); a++) {
@@ -237,14 +237,14 @@ static void look(const problem *m) {
     }
 }
 
-/* What brings the largest entry of a matrix to one: the squares of a gradient that has faded underflow. */
+/* The factor that makes the largest entry of a matrix 1, because the squares of a very small gradient would underflow. */
 static float scale(const problem *m, int64_t which) {
     float most = 0;
     for (int64_t i = which * m->panels; i < (which + 1) * m->panels; i++) most = m->most[i] > most ? m->most[i] : most;
     return most > 0 ? 1 / most : 0;
 }
 
-/* X^T, panel by panel. */
+/* Packs X^T, scaled, panel by panel. */
 static void pack(const problem *m) {
 #pragma omp for schedule(static)
     for (int64_t i = 0; i < m->count * m->panels; i++) {
@@ -254,7 +254,7 @@ static void pack(const problem *m) {
     }
 }
 
-/* X <- (what is in the place of G) X. */
+/* X <- (the sum in the place of G) X. */
 static void finish(const problem *m) {
     const int64_t panels = parts(m->n, WIDTH), depth = parts(m->g, parts(m->g, DEPTH));
 #pragma omp for schedule(dynamic)
@@ -282,7 +282,7 @@ static void finish(const problem *m) {
     }
 }
 
-/* Of each matrix, how many numbers it takes to make it orthogonal. */
+/* The sizes for matrices of g rows and n columns, which lie `row` and `column` apart. */
 problem plan(int64_t g, int64_t n, int64_t row, int64_t column, int64_t poles) {
     problem m = {.poles = poles, .g = g, .n = n, .row = row, .column = column, .panels = parts(g, WIDTH)};
     m.side = parts(g, ROWS) * ROWS;
@@ -293,7 +293,7 @@ problem plan(int64_t g, int64_t n, int64_t row, int64_t column, int64_t poles) {
     return m;
 }
 
-/* X <- P Q^T. For all threads of a team together. */
+/* X <- P Q^T of every matrix. All threads of a team call it together. */
 void orthogonalise(problem m, const rational *r) {
     m.gram = m.packed + m.count * m.n * m.stride;
     m.shifted = m.gram + m.count * m.size;

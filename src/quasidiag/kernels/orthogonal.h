@@ -1,4 +1,4 @@
-/* Matrices that are made orthogonal, all that are alike at once. */
+/* Finds the orthogonal factors of many matrices of one shape at once. */
 #include "native.h"
 
 /* A tile is ROWS x WIDTH: 16 of AVX-512's 32 registers, 8 of AVX2's 16. DEPTH x WIDTH numbers fit into
@@ -10,23 +10,23 @@ enum { LANES = 8, ROWS = 4 };
 #endif
 enum { WIDTH = 2 * LANES, DEPTH = 192, LINE = 16, BLOCK = LINE };
 
-/* `count` matrices of g rows and n >= g columns. Square ones have as many rows as fill tiles, with zeros at the end, and
- * columns that fill panels; their rows lie `stride` apart: not a power of two, which few lines of a cache could hold. Of
- * symmetric ones what lies below the diagonal is not looked at. */
+/* `count` matrices of g rows and n >= g columns. The g x g matrices are padded with zeros, their rows to fill tiles and
+ * their columns to fill panels. Their rows lie `stride` apart, no power of two: those would compete for few lines of the
+ * cache. Of symmetric ones the part below the diagonal is not used. */
 typedef struct {
-    int64_t count, poles, g, n, row, column; /* the last two: how far apart a matrix's rows and columns lie */
-    int64_t panels, side, stride, size, each; /* the last: numbers that a matrix takes */
-    float *x, *packed, *gram, *shifted, *rows, *most, *bound, *counts; /* the last: of each inverse, in the sum */
+    int64_t count, poles, g, n, row, column; /* the last two: how far apart the rows and columns of x lie */
+    int64_t panels, side, stride, size, each; /* the last: workspace of one matrix, in floats */
+    float *x, *packed, *gram, *shifted, *rows, *most, *bound, *counts; /* the last: factor of each inverse in the sum */
 } problem;
 
-/* Which matrices to add up: `whole` times the identity, and `parts` of the inverses of G + `shifts`. */
+/* The sum of matrices that X is multiplied by: whole I + sum_j parts[j] (G + shifts[j])^{-1}. */
 typedef struct {
     float whole;
     const float *parts, *shifts;
 } rational;
 
-/* Of each matrix, how many numbers it takes to make it orthogonal. */
+/* The sizes for matrices of g rows and n columns, which lie `row` and `column` apart. */
 problem plan(int64_t g, int64_t n, int64_t row, int64_t column, int64_t poles);
 
-/* X <- P Q^T. For all threads of a team together. */
+/* X <- P Q^T of every matrix. All threads of a team call it together. */
 void orthogonalise(problem m, const rational *r);

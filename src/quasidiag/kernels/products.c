@@ -1,12 +1,13 @@
-/* The moments of a dense layer, all three in one go (quasidiag.moments.linear is the oracle):
+/* The moments of a dense layer, all three together (quasidiag.moments.linear is the oracle):
  *
  *     m00 <- keep m00 + gain sum w,   m0i <- keep m0i + gain w^T (a - c),   mii <- keep mii + gain w^T (a - c)^2.
  *
- * Where a scale is given, w is not the weights but the derivatives d that they are made of, w = (scale d)^2. Where
- * thetas are given, their step follows as soon as a group of units has its moments.
- * A matrix product in the usual blocks, for the sake of two things that a library's cannot do: a - c and its square are
- * formed while `a` is packed, and so is w, so they are never written out, and w is packed once for both products. A tile of the
- * result stays in registers while the samples go by. Every number is summed in the same order on any number of threads.
+ * If `scale` is not 0, the array w holds derivatives d, and the weights are (scale d)^2. If there are thetas, they take
+ * their step as soon as a group of units has its moments.
+ *
+ * A matrix product in the usual blocks, which saves two things over a library's: a - c, its square and (scale d)^2 are
+ * computed while packing and never written to memory, and w is packed once for both products. A tile of the result stays
+ * in registers while the samples go by. Every number is summed in the same order on any number of threads.
  */
 #include <stdint.h>
 #include <string.h>
@@ -30,8 +31,8 @@ typedef struct {
     rule r;
 } problem;
 
-/* One tile: c <- beta c + gain x^T y, of `k` samples. Only `units` x `inputs` of it exist. Not inlined, because there
- * the compiler may run out of registers, which halves the speed. */
+/* One tile: c <- beta c + gain x^T y, over `k` samples. Only `units` x `inputs` of it exist. Not inlined, or the
+ * compiler may run out of registers, which halves the speed. */
 __attribute__((noinline)) static void tile(int64_t k, const float *x, const float *y, float *c, int64_t n,
                                            float beta, float gain, int64_t units, int64_t inputs) {
     vector sum[UNITS][2];
@@ -60,8 +61,8 @@ __attribute__((noinline)) static void tile(int64_t k, const float *x, const floa
     }
 }
 
-/* Panels `first` to `last` of INPUTS columns each, of a - c (where m0i is kept) and of its square, sample after sample;
- * what is not there is 0. A few samples at a time, so that they are read along their rows. */
+/* Packs panels `first` to `last`, of INPUTS columns each, of a - c (if m0i is kept) and of its square, sample after
+ * sample, with zeros for missing columns. A few samples at a time, so that `a` is read along its rows. */
 static void pack_inputs(const problem *p, int64_t start, int64_t k, int64_t column, int64_t first, int64_t last,
                         float *y) {
     for (int64_t band = 0; band < k; band += BAND)
@@ -83,7 +84,7 @@ static void pack_inputs(const problem *p, int64_t start, int64_t k, int64_t colu
         }
 }
 
-/* Panels `first` to `last` of UNITS columns of w each, likewise. */
+/* Packs panels `first` to `last`, of UNITS columns each, of the weights, likewise. */
 static void pack_units(const problem *p, int64_t start, int64_t k, int64_t first, int64_t last, float *x) {
     for (int64_t band = 0; band < k; band += BAND)
         for (int64_t u = first; u < last; u++) {
@@ -105,7 +106,7 @@ static void pack_units(const problem *p, int64_t start, int64_t k, int64_t first
         }
 }
 
-/* m00 of `units` units, from their packed w. */
+/* Updates m00 of `units` units from their packed weights. */
 static void sum_units(int64_t k, const float *x, float *m00, float beta, float gain, int64_t units) {
     float sum[UNITS] = {0};
     for (int64_t s = 0; s < k; s++, x += UNITS)
@@ -114,8 +115,8 @@ static void sum_units(int64_t k, const float *x, float *m00, float beta, float g
     for (int64_t i = 0; i < units; i++) m00[i] = beta * m00[i] + gain * sum[i];
 }
 
-/* The step of the units from `unit` to `end`, by the inputs from `left` to `right` that are known: all of them, or (in
- * the diagonal reduction) some, of which those with input 0 take the bias along. */
+/* The step of the units from `unit` to `end`, for their inputs from `left` to `right`: all inputs, or in the diagonal
+ * reduction some; the call with input 0 also moves the bias. */
 static void descend(const problem *p, int64_t unit, int64_t end, int64_t left, int64_t right) {
     float w[COLUMNS * INPUTS], w0;
     for (; unit < end; unit++) {
@@ -132,7 +133,8 @@ static void descend(const problem *p, int64_t unit, int64_t end, int64_t left, i
     }
 }
 
-/* The tiles of the units from panel `first` to `last`, and the inputs from `left` to `right` of those packed in y. */
+/* Computes the tiles of the panels of units from `first` to `last` and the panels of inputs from `left` to `right` of those
+ * in y, and then the step, after the last samples. */
 static void group(const problem *p, int64_t start, int64_t k, int64_t first, int64_t last, int64_t column,
                   int64_t left, int64_t right, const float *y, float *x, int whole) {
     const float beta = start ? 1.0f : p->keep;
@@ -157,17 +159,17 @@ static void group(const problem *p, int64_t start, int64_t k, int64_t first, int
                 least(p->n, column + right * INPUTS));
 }
 
-/* m00, m0i, shift and what follows the moments may be NULL; a step with m0i needs the shift. Returns 0 and does nothing if there is no room for what is
- * packed. */
+/* m00, m0i, shift and the arrays of the step (v and theta) may be NULL; a step with m0i needs the shift. Returns 0 and does
+ * nothing if memory runs out. */
 int qd_products(int64_t rows, int64_t n, int64_t units, const float *a, const float *w, const float *shift,
                 float *m00, float *m0i, float *mii, float keep, float gain, float scale, float smallest,
                 const float *v0, const float *vi, float *theta0, float *thetai, rule r, int threads) {
     const int64_t samples = parts(rows, parts(rows, SAMPLES));
     const int64_t columns = least(parts(n, INPUTS), COLUMNS), panels = parts(units, UNITS);
-    /* As many groups as make even shares; where there are fewer units than threads, the inputs are shared too. */
+    /* Enough groups for even shares; if there are fewer groups than threads, the inputs are divided among threads too. */
     const int64_t groups = least(panels, threads * parts(parts(panels, GROUP), threads));
     const int64_t shares = groups < threads ? parts(threads, groups) : 1;
-    /* A unit's solve needs all of its inputs; if no thread sees them, it comes at the end. */
+    /* A unit's solve needs all of its inputs; if no thread has them all at once, the step comes at the end. */
     const int late = thetai && m0i && (shares > 1 || columns * INPUTS < n);
     const problem p = {rows, n,     units,    a,  w,  shift,  m00,                  m0i, mii, keep,
                        gain, scale, smallest, v0, vi, theta0, late ? NULL : thetai, r};

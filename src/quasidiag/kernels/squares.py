@@ -11,16 +11,16 @@ from quasidiag import moments
 
 
 class Squares(NamedTuple):
-    """``(scale·delta)²`` in the place of the weights ``w`` of a record: the product squares while it reads ``delta``.
+    """Stands for the weights ``w = (scale·delta)²`` of a record: the matrix product squares while it reads ``delta``.
 
-    The scale is not zero.
+    ``scale`` must not be zero.
     """
 
     delta: Tensor
     scale: float = 1.0
 
     def formed(self) -> Tensor:
-        """As ``moments.square`` has it."""
+        """The squares as a tensor, as by ``moments.square``."""
         dtype = torch.promote_types(self.delta.dtype, torch.float32)
         return moments.square(self.delta.to(dtype) * self.scale, dtype)
 

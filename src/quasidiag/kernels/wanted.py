@@ -1,4 +1,4 @@
-"""What kernels are asked for when they are asked for directions, and what they find."""
+"""Inputs and results of the kernels that find directions and lengths."""
 
 from __future__ import annotations
 
@@ -9,10 +9,10 @@ from torch import Tensor
 
 
 class Wanted(NamedTuple):
-    """The directions of layers that are alike, for gradients ``v: [layers, units(, inputs)]``; see ``orthogonal.steps``.
+    """Layers of one shape, with gradients ``v: [layers, units(, inputs)]``, whose directions (``orthogonal.steps``) to find.
 
-    By groups of units; each brought to length one, unless it is shorter than ``shortest``, if that is not 0; then all
-    are ``by`` times as long.
+    Each of ``groups`` groups of units is made orthogonal. Then, if ``shortest`` is not 0, each unit is brought to length
+    one, or divided by ``shortest`` if it is shorter than that; last, all are multiplied by ``by``.
     """
 
     v: Sequence[Tensor]
@@ -23,9 +23,9 @@ class Wanted(NamedTuple):
 
 
 class Averaging(NamedTuple):
-    """What ``v``, the averages of one layer, become before: these gradients go in, and once more, times a factor.
+    """Gradients to take into the averages ``v`` of one layer before its direction is found (``proposal.averaged_``).
 
-    That is ``proposal.averaged_``. The directions are so many times as long.
+    The direction is then multiplied by ``length``.
     """
 
     gradients: Sequence[Tensor]
@@ -34,14 +34,14 @@ class Averaging(NamedTuple):
 
 
 class Found(NamedTuple):
-    """Shaped like the gradients; the slope along them, if these were given."""
+    """Steps shaped like the gradients, and the slope along them if gradients to average were given (else 0)."""
 
     steps: list[Tensor]
     slope: float
 
 
 class Lengths(NamedTuple):
-    """Of the squared lengths of a layer's units: their sum, and which part of them take part."""
+    """Of the squared lengths of a layer's units: their sum, and the share of units that take part in the step."""
 
     total: float
     share: float

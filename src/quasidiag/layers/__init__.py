@@ -1,4 +1,4 @@
-"""Layers: a registry of adapters, one concept a file. See :mod:`quasidiag.layers.base`."""
+"""Adapters for the layers that quasidiag knows, one kind of layer in each file. See :mod:`quasidiag.layers.base`."""
 
 from quasidiag.layers import attention, bilinear, conv, embedding, linear, norm, recurrent
 from quasidiag.layers.base import Adapter, adapter_of, register_layer

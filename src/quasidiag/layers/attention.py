@@ -1,4 +1,4 @@
-r"""Multi-head attention: projections of query, key and value, and the output's.
+r"""Multi-head attention: the projections of query, key, value and output.
 
 The functional form inside :class:`torch.nn.MultiheadAttention` calls none of its layers' hooks, the out-projection's
 included, so the layer is re-run (:mod:`quasidiag.layers.composite`): projections by the parts, everything between them
@@ -19,17 +19,17 @@ from quasidiag.layers.composite import BiasPart, Composite, Part, Tape
 
 @register_layer(nn.MultiheadAttention)
 class AttentionAdapter(Composite):
-    """``in_proj`` packed or separate per query, key and value; batch first or second.
+    """Projections of query, key and value packed (``in_proj``) or separate; batch first or second.
 
-    Packed, all the units are one block of parameters and each third of them sees its own input. The bias of separate
-    projections is one parameter that goes with three weights, so all of these have diagonal blocks.
+    Packed projections are one block, each third of whose units sees its own input. Separate projections are three weights
+    with one bias parameter for all, so all four have diagonal blocks.
     """
 
     def parts(self, module: nn.Module) -> dict[str, nn.Module]:
         assert isinstance(module, nn.MultiheadAttention)
         weights = [w for name, w in module.named_parameters() if name.endswith("_weight")]
         if not weights or not isinstance(module.out_proj.weight, nn.Parameter):
-            return {}  # weights that are computed (a parametrization) cannot be had from here
+            return {}  # the weights are computed (a parametrization), not parameters of this layer
         if module._qkv_same_embed_dim:
             inner: dict[str, nn.Module] = {
                 "in_proj": Part(module.in_proj_weight, module.in_proj_bias)
@@ -94,7 +94,7 @@ class AttentionAdapter(Composite):
     def _project(
         self, module: Any, parts: dict[str, nn.Module], inputs: list[Tensor], tape: Tape
     ) -> list[Tensor]:
-        """Query, key and value, batch first. One input given thrice is projected once."""
+        """The projected query, key and value, batch first. If all three are the same tensor, it is projected once."""
 
         def first(x: Tensor) -> Tensor:
             if x.dim() == 2:

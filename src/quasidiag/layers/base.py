@@ -1,4 +1,4 @@
-r"""How a layer meets its parameters: the :class:`Adapter`, and the registry of them.
+r"""The :class:`Adapter`, which says how a layer forms its parameter gradients, and the registry of adapters.
 
 The moments of a layer are its own parameter gradients, taken at the inputs ``a`` and ``a²`` with the weights
 :math:`w = δ^2` in the place of the output's gradient:
@@ -27,16 +27,16 @@ from quasidiag.moments import Moments
 
 
 class Adapter:
-    """How one kind of layer forms the gradient of its weight and bias; subclass and register it.
+    """Says how one kind of layer forms the gradients of its weight and bias. To teach a new layer, subclass and register it.
 
-    :meth:`weight_grad` is enough. :meth:`bias_grad`, :meth:`rows` and :meth:`unrows` are as for a dense layer unless
-    you say otherwise; :meth:`patches` adds the unitwise reduction and ``sharing="reduce"``.
+    Only :meth:`weight_grad` must be defined. :meth:`bias_grad`, :meth:`rows` and :meth:`unrows` default to those of a
+    dense layer; :meth:`patches` is needed for the unitwise reduction and ``sharing="reduce"``.
     """
 
     #: Names of the parameters that form the units' blocks. A missing or frozen one is left out.
     weight: str = "weight"
     bias: str | None = "bias"
-    #: Whether a shift of the input by a vector is a shift of the whole block (see ``reductions.quasi_diagonal``).
+    #: Whether the inputs of all units can be shifted by one vector (``shift`` in ``reductions.quasi_diagonal``).
     shiftable: bool = False
     #: Whether a unit's full block holds more than its diagonal and bias row.
     full: bool = True
@@ -46,7 +46,7 @@ class Adapter:
         return args[0]
 
     def square(self, a: Tensor) -> Tensor:
-        """The squared activity, where the input stands for the activity itself."""
+        """The squared activity. Override it if :meth:`activity` returns something that stands for it (token numbers)."""
         return a.square()
 
     def weight_grad(self, module: nn.Module, a: Tensor, g: Tensor) -> Tensor:
@@ -54,7 +54,7 @@ class Adapter:
         raise TypeError(f"{type(self).__name__} does not say how its weight's gradient is formed")
 
     def bias_grad(self, module: nn.Module, g: Tensor) -> Tensor:
-        """The gradient of the bias, one number a unit."""
+        """The gradient of the bias, one number for each unit, summed over the batch."""
         return g.reshape(-1, g.shape[-1]).sum(0)
 
     def mixes(self, module: nn.Module) -> bool:
@@ -70,12 +70,12 @@ class Adapter:
         return rows.reshape(shape)
 
     def patches(self, module: nn.Module, a: Tensor, g: Tensor) -> tuple[Tensor, Tensor]:
-        """Every occurrence of every unit: ``[N, S, G, I]`` and ``[N, S, G, U]``, see the module."""
+        """Activities ``[N, S, G, I]`` and gradients ``[N, S, G, U]`` of every occurrence of every unit, see the module."""
         raise TypeError(f"{type(self).__name__} does not say what its units see at each position")
 
     @property
     def has_patches(self) -> bool:
-        """Whether :meth:`patches` is there."""
+        """Whether the adapter defines :meth:`patches`."""
         return type(self).patches is not Adapter.patches
 
     def full_block(self, module: nn.Module, a: Tensor, w: Tensor, bias: bool) -> Tensor:
@@ -88,7 +88,7 @@ class Adapter:
     def accumulate_(
         self, module: nn.Module, into: Moments, a: Tensor, w: Tensor, keep: float, gain: float
     ) -> None:
-        """``into ← keep·into + gain·moments(a, w)``, for those of the three that are kept."""
+        """``into ← keep·into + gain·moments(a, w)``, for those of the three moments that are not ``None``."""
         if into.m00 is not None:
             into.m00.mul_(keep).add_(self.bias_grad(module, w), alpha=gain)
         if into.m0i is not None:
@@ -101,7 +101,7 @@ _registry: dict[type[nn.Module], Adapter] = {}
 
 
 def register_layer(*kinds: type[nn.Module]) -> Callable[[type[Adapter]], type[Adapter]]:
-    """Class decorator: use this :class:`Adapter` for these layers and for what derives from them."""
+    """Class decorator: use this :class:`Adapter` for the module classes ``kinds`` and their subclasses."""
 
     def register(adapter: type[Adapter]) -> type[Adapter]:
         for kind in kinds:
@@ -117,7 +117,7 @@ def adapter_of(module: nn.Module) -> Adapter | None:
 
 
 def need_batch(module: nn.Module, a: Tensor, dims: int) -> Tensor:
-    """``a`` as it is, if it has the batch dimension that makes its number of dimensions ``dims`` at least."""
+    """Return ``a``, or raise if it has fewer than ``dims`` dimensions, the batch dimension included."""
     if a.dim() < dims:
         raise ValueError(
             f"{type(module).__name__} was given an input of shape {tuple(a.shape)}, without a batch dimension, so "

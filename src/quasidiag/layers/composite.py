@@ -2,14 +2,14 @@ r"""Layers that hide several dense layers within one call: recurrent nets, atten
 
 Their kernels show neither the inner activities nor the inner pre-activations. So the layer is *re-run*: when the
 output's derivative is known, its forward pass is computed once more from the recorded arguments, with every dense layer
-in it visible, and the derivative is carried back through that to each of the *parts*, :math:`(a, δ)` of each. A part is an
-ordinary :class:`torch.nn.Linear` that holds the layer's own parameters, so that everything else (blocks, reductions,
-weight sharing) need not know.
+in it visible, and backpropagation through that gives :math:`(a, δ)` of each of these *parts*. A part is an ordinary
+:class:`torch.nn.Linear` that holds the layer's own parameters, so everything else (blocks, reductions, weight sharing)
+treats it like any dense layer.
 
 The price is one forward and one backward pass through the layer per minibatch, without weight gradients; per
 vector of the exact or Monte Carlo metric it is one more backward. Dropout within the layer is repeated from the random
-state of the first run; where a kernel draws its masks elsewhere (cuDNN), the re-run does not give the recorded output,
-which is an error, not an approximation.
+state of the first run; where a kernel draws its masks elsewhere (cuDNN), the re-run does not reproduce the recorded
+output, and an error is raised.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ class Part(nn.Linear):
 
 
 class BiasPart(nn.Module):
-    """A bias that belongs to another module and to several weights there."""
+    """A bias that belongs to another module, where several weights share it."""
 
     def __init__(self, bias: nn.Parameter) -> None:
         super().__init__()
@@ -58,7 +58,7 @@ class BiasPart(nn.Module):
 
 @register_layer(BiasPart)
 class BiasPartAdapter(Adapter):
-    """Has no weight."""
+    """The adapter of a bias without a weight."""
 
     weight = ""
 
@@ -67,7 +67,7 @@ class BiasPartAdapter(Adapter):
 
 
 class Tape:
-    """Dense layers applied in a re-run, to be asked for their pre-activations' derivatives."""
+    """Records the dense layers applied in a re-run, to find the derivatives of their pre-activations."""
 
     def __init__(self) -> None:
         self._applied: list[tuple[nn.Module, slice, Tensor, Tensor]] = []
@@ -90,7 +90,7 @@ class Tape:
         return z
 
     def calls(self, outputs: list[Tensor], deltas: list[Tensor]) -> list[Call]:
-        """Every part's activity and derivative, given those of the outputs."""
+        """Every part's activity and derivative, given the derivatives of the outputs."""
         found = torch.autograd.grad(
             outputs, [z for *_, z in self._applied], deltas, retain_graph=True, allow_unused=True
         )
@@ -110,9 +110,9 @@ class Tape:
 
 
 class Composite(Adapter, ABC):
-    """An adapter for a layer with several dense layers inside; say which, and how to re-run it."""
+    """An adapter for a layer with several dense layers inside; a subclass says which, and how to re-run the layer."""
 
-    #: Filled by :meth:`parts`; a composite has no weight of its own.
+    #: A composite has no weight or bias of its own: its :meth:`parts` have.
     weight = ""
     bias = None
 
@@ -145,7 +145,7 @@ class Composite(Adapter, ABC):
 class Surroundings:
     """What a forward pass depends on besides its arguments: random state and autocast.
 
-    ``foreign`` are the generators of Python and numpy, which only somebody else's code draws from.
+    ``foreign`` includes the generators of Python and numpy, which only the user's code draws from.
     """
 
     def __init__(self, module: nn.Module, random: bool, foreign: bool = False) -> None:
@@ -159,14 +159,14 @@ class Surroundings:
         self.dtype = torch.get_autocast_dtype(self.kind)
 
     def drew(self) -> bool:
-        """Whether a foreign generator has moved on since; one that has not need not be put back."""
+        """Whether Python's or numpy's generator was used since; one that was not is forgotten, as it need not be reset."""
         pairs = zip(self.foreign, _foreign()) if self.foreign else ()
         self.foreign = [a for a, b in pairs if pickle.dumps(a[1]) != pickle.dumps(b[1])]
         return bool(self.foreign)
 
     @contextlib.contextmanager
     def again(self) -> Iterator[None]:
-        """As it was then."""
+        """A context with gradients enabled in which random state and autocast are as they were."""
         with contextlib.ExitStack() as stack:
             stack.enter_context(torch.enable_grad())
             if self.autocast or torch.is_autocast_enabled(self.kind):
@@ -189,7 +189,7 @@ class Surroundings:
 
 
 def _foreign() -> list[tuple[Callable[[Any], None], Any]]:
-    """The states of the generators that are not torch's, each with what sets it; of numpy's if it was imported at all."""
+    """The functions that set Python's and (if it was imported) numpy's generator, with the generators' states."""
     found: list[tuple[Callable[[Any], None], Any]] = [(python.setstate, python.getstate())]
     numpy = sys.modules.get("numpy.random")
     if numpy is not None:
@@ -198,7 +198,7 @@ def _foreign() -> list[tuple[Callable[[Any], None], Any]]:
 
 
 class Rerun:
-    """One call of a composite layer, recorded; re-run when it is first asked for, once for all vectors."""
+    """A recorded call of a composite layer. The first :meth:`calls` re-runs it, once for all vectors."""
 
     def __init__(
         self,
@@ -214,7 +214,7 @@ class Rerun:
         given = arguments(module, args, kwargs)
         self._args = {name: _detach(value, memo) for name, value in given.items()}
         self._args["one_node"] = len({y.grad_fn for y in outputs}) == 1
-        #: The samples, and, where they are second, what is first.
+        #: The number of samples and, if the batch is the second dimension, the length of the first (else ``None``).
         self._samples, self.batch_second = adapter.layout(module, self._args)
         self._live = [y.requires_grad for y in outputs]
         self._adapter, self._module, self._parts = adapter, module, parts
@@ -226,7 +226,7 @@ class Rerun:
         return self._samples
 
     def calls(self, deltas: Sequence[Tensor | None]) -> list[Call]:
-        """The parts as they were applied, given the derivative by each output that has one (or ``None``)."""
+        """The parts as they were applied, given the derivative (or ``None``) of each output that requires one."""
         if self._done is None:
             tape = Tape()
             with self._surroundings.again():

@@ -57,7 +57,7 @@ class _Convolution(Adapter, ABC):
 
 @register_layer(nn.Conv1d, nn.Conv2d, nn.Conv3d)
 class ConvAdapter(_Convolution):
-    """Any stride, padding, padding mode, dilation and groups."""
+    """Convolutions with any stride, padding, padding mode, dilation and groups."""
 
     def _geometry(
         self, module: _ConvNd, a: Tensor, g: Tensor
@@ -75,7 +75,7 @@ class ConvAdapter(_Convolution):
 
 @register_layer(nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d)
 class ConvTransposeAdapter(_Convolution):
-    """Weights are stored inputs first, ``[in, out/groups, ...]``; a unit is still an output channel."""
+    """Transposed convolutions. Weights are stored inputs first, ``[in, out/groups, ...]``; a unit is an output channel."""
 
     transposed = True
 
@@ -96,7 +96,7 @@ class ConvTransposeAdapter(_Convolution):
         return a, list(module.padding), self._output_padding(module, a, g)  # type: ignore[arg-type]
 
     def _output_padding(self, module: _ConvNd, a: Tensor, g: Tensor) -> list[int]:
-        """Read off the shapes, because the caller may have asked for an ``output_size``."""
+        """The output padding, from the shapes, because the caller may have asked for an ``output_size``."""
         return [
             large - ((small - 1) * s - 2 * int(p) + d * (k - 1) + 1)
             for large, small, s, p, d, k in zip(
@@ -110,7 +110,7 @@ class ConvTransposeAdapter(_Convolution):
         ]
 
     def patches(self, module: nn.Module, a: Tensor, g: Tensor) -> tuple[Tensor, Tensor]:
-        r"""As of the plain convolution of the input, spread out by the stride, with the flipped kernel."""
+        r"""Those of the equivalent plain convolution: of the input, spread out by the stride, with the flipped kernel."""
         assert isinstance(module, _ConvNd)
         sizes = [(n - 1) * s + 1 for n, s in zip(a.shape[2:], module.stride)]
         spread = a.new_zeros(*a.shape[:2], *sizes)

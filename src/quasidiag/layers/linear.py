@@ -12,7 +12,7 @@ from quasidiag.moments import Moments
 
 @register_layer(nn.Linear)
 class LinearAdapter(Adapter):
-    """Dense layer, inputs of any leading shape."""
+    """A dense layer; inputs are ``[batch, ..., features]``."""
 
     shiftable = True
 

@@ -61,7 +61,7 @@ class NormAdapter(Adapter, ABC):
 
 @register_layer(nn.LayerNorm)
 class LayerNormAdapter(NormAdapter):
-    """Normalises over the trailing dimensions; those before them, but the batch, are shared."""
+    """Normalises over the trailing dimensions; dimensions between the batch and these are shared positions."""
 
     def activity(self, module: nn.Module, args: tuple[Any, ...]) -> Tensor:
         return need_batch(module, args[0], 1 + len(module.normalized_shape))  # type: ignore[arg-type]
@@ -90,7 +90,7 @@ class _ChannelsSecond(NormAdapter):
 
 @register_layer(nn.GroupNorm)
 class GroupNormAdapter(_ChannelsSecond):
-    """Channels second; what follows them is shared."""
+    """Channels are the second dimension; dimensions after it are shared positions."""
 
     def activity(self, module: nn.Module, args: tuple[Any, ...]) -> Tensor:
         return need_batch(module, args[0], 2)
@@ -101,7 +101,7 @@ class GroupNormAdapter(_ChannelsSecond):
 
 @register_layer(nn.InstanceNorm1d, nn.InstanceNorm2d, nn.InstanceNorm3d)
 class InstanceNormAdapter(_ChannelsSecond):
-    """Channels second; what follows them is shared. For ``affine=True``."""
+    """Channels are the second dimension; dimensions after it are shared positions. For ``affine=True``."""
 
     def activity(self, module: nn.Module, args: tuple[Any, ...]) -> Tensor:
         dims = {nn.InstanceNorm1d: 3, nn.InstanceNorm2d: 4, nn.InstanceNorm3d: 5}
@@ -116,16 +116,16 @@ class InstanceNormAdapter(_ChannelsSecond):
 
 @register_layer(nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d)
 class BatchNormAdapter(_ChannelsSecond):
-    r"""Channels second; what follows them is shared.
+    r"""Channels are the second dimension; dimensions after it are shared positions.
 
     In training mode :math:`\hat x_n` depends on every sample of the minibatch, so a sample has no gradient of its own:
     the loss of one moves with the inputs of all. The metric takes :math:`\hat x` and ``delta`` as the ordinary backward
     pass has them. For the layer's own γ and β that is the derivative of each sample's loss with the statistics held
     fixed, and exact if no normalisation over the batch follows. For the layers below, ``delta`` of a sample is the
     derivative of the *whole minibatch's* loss by this sample's pre-activation, through the shared statistics too: the
-    terms across samples are of relative order 1/N, and they are the ones that the gradient has as well.
+    terms across samples are of relative order 1/N, and the gradient has the same ones.
 
-    The normalised input is kept from the forward pass: it cannot be had later from a part of the minibatch.
+    The normalised input is kept from the forward pass: it cannot be computed later from a part of the minibatch.
     """
 
     def activity(self, module: nn.Module, args: tuple[Any, ...]) -> Tensor:

@@ -1,12 +1,12 @@
 r"""Recurrent layers: the same weights at every time step.
 
-A layer and direction has two blocks of units, one on the input and one on the previous state; an LSTM with
+Each layer has, for each direction, two blocks of units, one on the input and one on the previous state; an LSTM with
 ``proj_size`` has a third, without bias, on the cell's output:
 
 .. math:: z^x_t = W_{ih} x_t + b_{ih}, \qquad z^h_t = W_{hh} h_{t-1} + b_{hh}.
 
-The fused kernels hide :math:`z`, so the layer is re-run step by step (:mod:`quasidiag.layers.composite`). Any number of
-layers, both directions, ``batch_first`` or not, packed sequences, an initial state.
+The fused kernels hide :math:`z`, so the layer is re-run step by step (:mod:`quasidiag.layers.composite`). It may have
+any number of layers and both directions, be ``batch_first`` or not, and take packed sequences and an initial state.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ class RecurrentAdapter(Composite):
         found: dict[str, nn.Module] = {}
         own = dict(module.named_parameters(recurse=False))
         if not all(name in own for name in module._flat_weights_names):  # type: ignore[union-attr]
-            return {}  # weights that are computed (a parametrization) cannot be had from here
+            return {}  # some weights are computed (a parametrization), not parameters of this layer
         for name, weight in own.items():
             if name.startswith("weight"):
                 bias = getattr(module, name.replace("weight", "bias", 1), None)
@@ -128,14 +128,14 @@ class CellAdapter(Composite):
         zx, zh = tape.linear(parts["ih"], x), tape.linear(parts["hh"], state[0])
         new = _cell(module, zx, zh, state)
         if isinstance(module, nn.LSTMCell) and not args["one_node"]:
-            # The derivative by c that arrives has come through h too, so it must not come that way again.
+            # The derivative of c that arrives already includes its way through h, which is therefore cut here.
             o = (zx + zh).chunk(4, -1)[3]
             new = (o.sigmoid() * new[1].detach().tanh(), new[1])
         return [y if batched else y.squeeze(0) for y in new]
 
 
 def _dropout_time_first(x: Tensor, p: float) -> Tensor:
-    """The kernel draws its mask for ``[time, batch, features]``."""
+    """Dropout with its mask drawn for ``[time, batch, features]``, as the fused kernel draws it."""
     return F.dropout(x.transpose(0, 1).contiguous(), p).transpose(0, 1)
 
 
@@ -156,7 +156,7 @@ def _unroll(
     reverse: bool,
     tape: Tape,
 ) -> tuple[Tensor, tuple[Tensor, ...]]:
-    """One layer in one direction; where ``mask`` is false a sequence is over, and its state stays."""
+    """Run one layer in one direction; where ``mask`` is false a sequence is over, and its state stays as it is."""
     ih, hh, hr = parts["ih"], parts["hh"], parts["hr"]
     assert ih is not None and hh is not None
     zx = tape.linear(ih, x)
