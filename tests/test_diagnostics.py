@@ -38,22 +38,22 @@ def test_the_way_is_as_long_as_in_the_dense_metric(steps: int) -> None:
     dense = dense_metric(optimizer)
     update = flat(optimizer.state[p]["update"] for p in model.parameters())
     expected = float(update @ dense @ update)
-    assert sum(layer.way for layer in found.layers) == pytest.approx(expected)
+    assert sum(layer.moved for layer in found.layers) == pytest.approx(expected)
 
 
 def test_the_way_of_one_step_is_the_steps_and_the_table_says_of_how_many_it_is() -> None:
     _, optimizer = trained(4)
     found = qd.diagnostics(optimizer)
     assert found.step is not None and found.step.stride == 1
-    assert sum(layer.way for layer in found.layers) == pytest.approx(found.step.length)
-    assert str(found).endswith("the way since: 1 step")
+    assert sum(layer.moved for layer in found.layers) == pytest.approx(found.step.length)
+    assert str(found).endswith("over the last 1 step")
     _, optimizer = trained(7)
     found = qd.diagnostics(optimizer)
     assert found.step is not None and found.step.stride > 1
-    assert sum(layer.way for layer in found.layers) > 1.5 * found.step.length
-    assert str(found).endswith(f"the way since: {found.step.stride} steps")
-    assert str(found).splitlines()[0].endswith(" way")
-    assert "0/way" in found.scalars() and "0/length" not in found.scalars()
+    assert sum(layer.moved for layer in found.layers) > 1.5 * found.step.length
+    assert str(found).endswith(f"over the last {found.step.stride} steps")
+    assert str(found).splitlines()[0].endswith(" moved")
+    assert "0/moved" in found.scalars() and "0/length" not in found.scalars()
 
 
 def test_an_optimizer_without_a_metric_is_refused() -> None:
@@ -76,7 +76,7 @@ def test_every_reduction(reduction: str) -> None:
     found = qd.diagnostics(optimizer)
     assert [layer.reduction for layer in found.layers] == [reduction] * 2
     for layer in found.layers:
-        assert layer.condition >= 1 and layer.way > 0 and layer.dead == 0 == layer.floored
+        assert layer.condition >= 1 and layer.moved > 0 and layer.dead == 0 == layer.floored
         assert layer.updates == 4
     assert found.step == optimizer.auto and found.step is not optimizer.auto
 
@@ -95,7 +95,7 @@ def test_dead_units_and_inputs_that_never_vary() -> None:
     assert first.floored == pytest.approx((2 * 6 + 4 * 1) / 36)
     assert second.dead == 0
     assert second.floored == pytest.approx(2 / 7)
-    assert math.isnan(first.way)
+    assert math.isnan(first.moved)
 
 
 def test_a_floor_shows() -> None:
@@ -103,6 +103,31 @@ def test_a_floor_shows() -> None:
     _, bounded = trained(lr=1e-3, floor=1e3)
     assert qd.diagnostics(plain).layers[0].floored == 0
     assert qd.diagnostics(bounded).layers[0].floored == pytest.approx(5 / 6)
+
+
+def test_the_table_remarks_on_dead_units_and_on_what_is_in_no_layer() -> None:
+    class Scaled(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.inner, self.scale = mlp(5, 6, 3, activation="relu"), nn.Parameter(torch.ones(3))
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return self.inner(x) * self.scale
+
+    model, loss = Scaled().double(), qd.Categorical()
+    with torch.no_grad():
+        model.inner[0].bias.copy_(torch.tensor([-1e6, -1e6, 10, 10, 10, 10]))
+    with pytest.warns(
+        UserWarning, match=r"no block structure is known for scale \(Scaled\)"
+    ) as said:
+        optimizer = qd.QDOP(model, loss, lr=1e-2)
+    assert said[0].filename == __file__  # and not a line of the library's
+    x, t = batch("categorical", 40, 5, 3)
+    loss(model(x), t).backward()
+    optimizer.step()
+    *_, dead, others = str(qd.diagnostics(optimizer)).splitlines()
+    assert dead.startswith("inner.0: the loss hardly depends on 33% of the units")
+    assert others == "by the diagonal rule of qd.AdaGrad: scale"
 
 
 def test_before_the_first_step_there_is_nothing() -> None:
@@ -129,14 +154,15 @@ def test_convolutions_norms_and_layers_without_a_bias() -> None:
         optimizer.step()
     found = qd.diagnostics(optimizer)
     assert [layer.layer for layer in found.layers] == ["Conv2d", "BatchNorm2d", "Conv2d", "Linear"]
-    assert all(layer.way > 0 for layer in found.layers)
+    assert all(layer.moved > 0 for layer in found.layers)
 
 
 def test_table_dictionary_and_scalars() -> None:
     _, optimizer = trained()
     found = qd.diagnostics(optimizer)
     lines = str(found).splitlines()
-    assert len(lines) == 4 and lines[1].startswith("0 ") and "alpha" in lines[-1]
+    assert len(lines) == 6 and lines[1].startswith("0 ") and "alpha" in lines[3]
+    assert found.step is not None and f"by {found.step.actual:.3g}" in lines[4]
     assert json.loads(json.dumps(found.as_dict()))["layers"][0]["units"] == 6
     written: dict[str, tuple[float, int]] = {}
 

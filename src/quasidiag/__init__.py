@@ -1,4 +1,4 @@
-"""Natural-gradient training for PyTorch, at two to three times the cost of SGD."""
+"""Natural-gradient training for PyTorch, at two to three times the cost of SGD on a CPU."""
 
 from quasidiag import reference
 from quasidiag.adagrad import AdaGrad

@@ -25,6 +25,8 @@ from quasidiag.sharding import local, rows_of
 
 #: A unit is dead if its ``m00`` (without a bias: the mean of its ``mii``) is at most this part of its layer's mean.
 DEAD = 1e-6
+#: A larger share of dead units than this is remarked upon.
+MANY = 0.1
 
 
 @dataclass(frozen=True)
@@ -40,7 +42,7 @@ class LayerDiagnostics:
         condition: ratio of the largest to the smallest entry of a unit's metric; the median over units.
         dead: share of units that the loss hardly depends on.
         floored: share of entries that the floor bounds, or whose input never varied, so that they get no step.
-        way: squared length :math:`δ^⊤ M δ` of the layer's move since the quadratic model was last measured,
+        moved: squared length :math:`δ^⊤ M δ` of the layer's move since the quadratic model was last measured,
             ``step.stride`` steps ago (after one step, all layers add up to ``step.length``). NaN with ``step="fixed"``,
             which does not keep it, or if the move was undone.
     """
@@ -53,7 +55,7 @@ class LayerDiagnostics:
     condition: float
     dead: float
     floored: float
-    way: float
+    moved: float
 
 
 @dataclass(frozen=True)
@@ -61,6 +63,8 @@ class Diagnostics:
     """Result of :func:`diagnostics`: all layers, the report of ``step="auto"`` (else ``None``), the number of steps."""
 
     layers: list[LayerDiagnostics]
+    #: The parameters that are in no known layer, and follow the diagonal rule of :class:`quasidiag.AdaGrad`.
+    others: list[str]
     step: Report | None
     steps: int
 
@@ -73,7 +77,7 @@ class Diagnostics:
         found = {
             f"{layer.name}/{key}": float(getattr(layer, key))
             for layer in self.layers
-            for key in ("condition", "dead", "floored", "way")
+            for key in ("condition", "dead", "floored", "moved")
         }
         if self.step is not None:
             numbers = {key: v for key, v in vars(self.step).items() if isinstance(v, int | float)}
@@ -86,7 +90,7 @@ class Diagnostics:
             writer.add_scalar(f"{prefix}/{name}", value, self.steps if step is None else step)
 
     def __str__(self) -> str:
-        head = ["layer", "", "reduction", "units", "condition", "dead", "floored", "way"]
+        head = ["layer", "", "reduction", "units", "condition", "dead", "floored", "moved"]
         rows = [
             [
                 x.name,
@@ -96,7 +100,7 @@ class Diagnostics:
                 f"{x.condition:.1e}",
                 f"{x.dead:.1%}",
                 f"{x.floored:.1%}",
-                "" if math.isnan(x.way) else f"{x.way:.2e}",
+                "" if math.isnan(x.moved) else f"{x.moved:.2e}",
             ]
             for x in self.layers
         ]
@@ -108,14 +112,31 @@ class Diagnostics:
             ).rstrip()
             for row in [head, *rows]
         ]
+        return "\n".join([*lines, *self._remarks()])
+
+    def _remarks(self) -> list[str]:
+        """What the table does not say, or says too quietly."""
+        remarks = [
+            f"{x.name}: the loss hardly depends on {x.dead:.0%} of the units (saturated, or never active?)"
+            for x in self.layers
+            if x.dead > MANY
+        ]
+        if self.others:
+            remarks.append(f"by the diagonal rule of qd.AdaGrad: {', '.join(self.others)}")
         if self.step is not None:
             s = self.step
-            lines.append(
-                f"step {s.steps}: alpha {s.alpha:.3g}, damping {s.damping:.3g}, predicted {s.predicted:.3g}, "
-                f"actual {s.actual:.3g} (ratio {s.ratio:.2f} when last looked at), "
-                f"length {s.length:.3g} when last measured; the way since: {s.stride} step{'s' * (s.stride != 1)}"
-            )
-        return "\n".join(lines)
+            remarks += [
+                f"step {s.steps}: alpha {s.alpha:.3g}, damping {s.damping:.3g}; the step that was measured last promised to "
+                f"change the loss by {s.predicted:.3g}",
+                f"the steps that were judged last changed it by {s.actual:.3g}, {s.ratio:.2f} of what they promised; "
+                f"{_times(s.retreats, 'retreat')} so far",
+                f"moved: squared length in the metric over the last {_times(s.stride, 'step')}",
+            ]
+        return remarks
+
+
+def _times(count: int, what: str) -> str:
+    return f"{count} {what}{'s' * (count != 1)}"
 
 
 class _Entries(NamedTuple):
@@ -124,7 +145,7 @@ class _Entries(NamedTuple):
     values: Tensor
     bounded: Tensor
     weight: Tensor
-    way: float
+    moved: float
 
 
 @torch.no_grad()
@@ -136,7 +157,8 @@ def diagnostics(optimizer: Riemannian) -> Diagnostics:
         )
     layers = [_layer(optimizer, block) for block in optimizer._blocks if optimizer._started(block)]
     report = None if optimizer.auto is None else Report(**vars(optimizer.auto))
-    return Diagnostics(layers, report, optimizer.steps)
+    others = [optimizer.name_of(p) for p in optimizer._others]
+    return Diagnostics(layers, others, report, optimizer.steps)
 
 
 def _layer(optimizer: Riemannian, block: DiagonalBlock) -> LayerDiagnostics:
@@ -163,7 +185,7 @@ def _layer(optimizer: Riemannian, block: DiagonalBlock) -> LayerDiagnostics:
         condition=float(ratios.median()) if len(ratios) else math.nan,
         dead=float(dead.double().mean()),
         floored=float(entries.bounded.double().mean()),
-        way=entries.way,
+        moved=entries.moved,
     )
 
 
@@ -182,10 +204,10 @@ def _entries(
     values = torch.cat([m.reshape(1, -1) for m in kept] if alone else units, dim=1)
     plain = [m for m in block.kept(state) if m is not None]
     weight = plain[0] if block.bias is not None else plain[0].reshape(len(values), -1).mean(1)
-    way = math.nan
+    moved = math.nan
     if update is not None:
-        way = float(sum((m * u.square()).sum() for m, u in zip(kept, update)))
-    return _Entries(values, values <= floor, weight.reshape(-1), way)
+        moved = float(sum((m * u.square()).sum() for m, u in zip(kept, update)))
+    return _Entries(values, values <= floor, weight.reshape(-1), moved)
 
 
 def _quasi_diagonal(
@@ -198,16 +220,16 @@ def _quasi_diagonal(
     inverse = torch.where(d0 > 0, d0.reciprocal(), 0.0).unsqueeze(1)
     variance = diagonal - row * inverse * row
     bounded = ~varies(m00, mii, variance, diagonal, shift) | (variance < floor * inverse)
-    way = math.nan
+    moved = math.nan
     if update is not None:
         u0, ui = block._rows(update)
         centred = u0 + ((c + row * inverse) * ui).sum(1)
-        way = float((d0 * centred.square()).sum() + (variance * ui.square()).sum())
+        moved = float((d0 * centred.square()).sum() + (variance * ui.square()).sum())
     values = torch.cat([d0.unsqueeze(1), variance], dim=1)
     bounded = torch.cat([(d0 <= 0).unsqueeze(1), bounded], dim=1)
     own = block.kept(state).m00
     assert own is not None
-    return _Entries(values, bounded, own.reshape(-1), way)
+    return _Entries(values, bounded, own.reshape(-1), moved)
 
 
 def _unitwise(
@@ -217,11 +239,11 @@ def _unitwise(
     values = torch.linalg.eigvalsh(kept) + eps
     unit = kept.shape[-1] * torch.finfo(kept.dtype).eps
     bounded = (values <= unit * values[:, -1:]) | (values < floor)
-    way = math.nan
+    moved = math.nan
     if update is not None:
         rows = block.adapter.rows(block.module, update[-1])
         u = rows if block.bias is None else torch.cat([update[0].unsqueeze(1), rows], dim=1)
-        way = float(torch.einsum("ki,kij,kj->", u, kept, u) + eps * u.square().sum())
+        moved = float(torch.einsum("ki,kij,kj->", u, kept, u) + eps * u.square().sum())
     diagonal = kept.diagonal(dim1=1, dim2=2)
     weight = diagonal.mean(1) if block.bias is None else diagonal[:, 0]
-    return _Entries(values, bounded, weight, way)
+    return _Entries(values, bounded, weight, moved)

@@ -231,7 +231,11 @@ def _print(table: dict[str, dict[str, float]]) -> None:
     from rich.console import Console
     from rich.table import Table
 
-    shown = Table("optimizer", *changes, title="difference of the twins, relative to the way")
+    shown = Table(
+        "optimizer",
+        *changes,
+        title="largest difference between the twins' outputs, relative to how far training moved them",
+    )
     for name, row in table.items():
         cells = [
             f"[{'green' if row[change] < KEPT else 'red'}]{_cell(row[change])}[/]"
@@ -272,7 +276,7 @@ def draw(
     left.imshow(values, cmap="RdYlGn_r", vmin=-14, vmax=0, aspect="auto")
     left.set_xticks(range(len(changes)), changes)
     left.set_yticks(range(len(table)), list(table))
-    left.set_title("largest difference of the twins")
+    left.set_title("largest difference between the twins' outputs")
     for y, row in enumerate(table.values()):
         for x, change in enumerate(changes):
             text = f"{row[change]:.0e}" if math.isfinite(row[change]) else "failed"
@@ -290,7 +294,7 @@ def draw(
     right.axhline(KEPT, color="grey", linewidth=0.8, linestyle=":")
     right.set_xlabel("training steps")
     right.set_title("under an affine change, step by step")
-    right.set_ylabel("difference relative to the way of training")
+    right.set_ylabel("difference, relative to how far training moved the outputs")
     right.legend(fontsize=8, loc="upper left", bbox_to_anchor=(1.0, 1.0), frameon=False)
     figure.supxlabel(note(table), fontsize=8, x=0.01, ha="left")
     figure.savefig(path, dpi=120)

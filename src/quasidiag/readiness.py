@@ -19,6 +19,9 @@ if TYPE_CHECKING:
 
 Gradients = list[tuple[Tensor, Tensor]]
 
+#: A warning names so many parameters.
+NAMED = 6
+
 
 def ready(optimizer: Riemannian) -> bool:
     """Whether the minibatch can be used; raises if the call makes no sense."""
@@ -133,20 +136,35 @@ def warn_of_thawed(optimizer: Riemannian) -> None:
         warnings.warn(
             f"{', '.join(names)}: frozen when the optimizer was made, trainable now, and not trained. Hand it over with "
             "optimizer.add_param_group({'params': ...})",
-            stacklevel=6,
+            stacklevel=_outside(),
         )
 
 
 def warn_of_others(others: Collection[Tensor], model: nn.Module) -> None:
-    """Warn of layers whose parameters have no known block structure."""
-    names = {
-        f"{name or 'the model itself'} ({type(module).__name__})"
-        for name, module in model.named_modules()
-        if set(others) & set(module.parameters(recurse=False))
-    }
-    if names:
+    """Warn of parameters that have no known block structure, each with the class of its layer."""
+    left = set(others)
+    found = [
+        f"{name} ({type(model.get_submodule(name.rpartition('.')[0])).__name__})"
+        for name, p in model.named_parameters()
+        if p in left
+    ]
+    if found:
+        more = f" and {len(found) - NAMED} more" if len(found) > NAMED else ""
         warnings.warn(
-            f"no block structure is known for {', '.join(sorted(names))}: their parameters follow the diagonal rule of "
-            "qd.AdaGrad. qd.register_layer teaches quasidiag a new layer.",
-            stacklevel=5,
+            f"no block structure is known for {', '.join(found[:NAMED])}{more}: what is in no known layer follows the "
+            "diagonal rule of qd.AdaGrad. qd.register_layer teaches quasidiag a new layer.",
+            stacklevel=_outside(),
         )
+
+
+def _outside() -> int:
+    """The ``stacklevel`` at which a warning points at the line that called this package."""
+    frame, level = sys._getframe(1), 1
+    while frame.f_back is not None and _inside(frame.f_globals.get("__name__", "")):
+        frame, level = frame.f_back, level + 1
+    return level
+
+
+def _inside(module: str) -> bool:
+    """Whether a module is of this package, or of what wraps its calls."""
+    return module.partition(".")[0] in ("quasidiag", "torch", "contextlib")

@@ -86,8 +86,8 @@ def model(given: object) -> None:
     """Raise unless the model is a module that runs itself, not copies of itself as ``nn.DataParallel`` does."""
     if not isinstance(given, nn.Module):
         raise TypeError(
-            f"give the model itself, whose layers are watched, and not {type(given).__name__}: qd.Riemannian(model, "
-            "...); params= is for param groups"
+            f"give the model itself, whose layers are watched (this is of type {type(given).__name__}): "
+            "qd.Riemannian(model, ...); params= is for param groups"
         )
     if any(isinstance(module, nn.DataParallel) for module in given.modules()):
         raise TypeError(

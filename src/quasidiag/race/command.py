@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import os
 import sys
 import time
 from collections.abc import Sequence
@@ -32,14 +31,14 @@ def add_parser(subparsers: Any) -> None:
     )
     parser.add_argument("tasks", nargs="*", metavar="TASK", help=", ".join(tasks.BY_NAME))
     parser.add_argument("--contenders", metavar="A,B", help="only these (default: all installed)")
-    parser.add_argument("--scale", default="small", choices=tasks.SCALES)
+    options.add_scale(parser, tasks.SCALES)
     parser.add_argument(
         "--robustness", action="store_true", help="other factors, batch sizes and shares"
     )
     parser.add_argument(
         "--no-extend", action="store_true", help="only the grid that peers begin with"
     )
-    parser.add_argument("--jobs", type=options.whole, default=os.cpu_count() or 1, metavar="N")
+    options.add_jobs(parser)
     parser.add_argument("--time-limit", type=float, metavar="SECONDS", help="then stop, resumably")
     instead = parser.add_mutually_exclusive_group()
     instead.add_argument("--dry-run", action="store_true", help="print the runs that would be done")

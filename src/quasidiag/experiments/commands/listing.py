@@ -12,7 +12,11 @@ from ..progress import table
 
 def add_parser(subparsers: Any) -> None:
     """Add the command."""
-    parser = subparsers.add_parser("list", help="list experiments, algorithms and datasets")
+    parser = subparsers.add_parser(
+        "list",
+        help="list experiments, algorithms and datasets",
+        description="What the commands run and reproduce know by name.",
+    )
     parser.set_defaults(run=run)
 
 

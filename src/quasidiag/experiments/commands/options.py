@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import os
+from collections.abc import Collection
 from pathlib import Path
 
 import torch
@@ -24,6 +25,27 @@ def add_data_dir(parser: argparse.ArgumentParser) -> None:
 def add_device(parser: argparse.ArgumentParser) -> None:
     """``--device``."""
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
+
+
+def add_jobs(parser: argparse.ArgumentParser) -> None:
+    """``--jobs``."""
+    parser.add_argument(
+        "--jobs",
+        type=whole,
+        default=os.cpu_count() or 1,
+        metavar="N",
+        help="runs side by side (default: one for each core)",
+    )
+
+
+def add_scale(parser: argparse.ArgumentParser, scales: Collection[str]) -> None:
+    """``--scale``."""
+    parser.add_argument(
+        "--scale",
+        default="small",
+        choices=scales,
+        help="how many samples, epochs and seeds: from a quick look to the full size (default: small)",
+    )
 
 
 def add_runs(parser: argparse.ArgumentParser) -> None:

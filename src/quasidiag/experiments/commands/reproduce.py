@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import os
 import time
 from pathlib import Path
 from typing import Any
@@ -19,12 +18,17 @@ from . import options
 
 def add_parser(subparsers: Any) -> None:
     """Add the command."""
-    parser = subparsers.add_parser("reproduce", help="redo figures and tables of the paper")
+    parser = subparsers.add_parser(
+        "reproduce",
+        help="redo figures and tables of the paper",
+        description="Every algorithm at its best step size, which is searched for, and the report. Killed or stopped "
+        "by a time limit, the same command goes on.",
+    )
     parser.add_argument(
         "names", nargs="+", metavar="NAME", help="experiments, or all; and key=value"
     )
-    parser.add_argument("--scale", default="small", choices=tasks.SCALES)
-    parser.add_argument("--jobs", type=options.whole, default=os.cpu_count() or 1, metavar="N")
+    options.add_scale(parser, tasks.SCALES)
+    options.add_jobs(parser)
     parser.add_argument("--algorithms", metavar="A,B", help="only these algorithms")
     parser.add_argument("--dask", metavar="ADDRESS", help="run on this Dask cluster")
     parser.add_argument("--time-limit", type=float, metavar="SECONDS", help="then stop, resumably")
@@ -34,7 +38,13 @@ def add_parser(subparsers: Any) -> None:
         "--tensorboard", action="store_true", help="log to RUNS/tensorboard as well"
     )
     parser.add_argument("--no-graph", action="store_true", help="no CUDA graphs")
-    parser.add_argument("--checkpoint-seconds", type=float, default=10.0, metavar="S")
+    parser.add_argument(
+        "--checkpoint-seconds",
+        type=float,
+        default=10.0,
+        metavar="S",
+        help="a run saves itself this often, to go on from there (10)",
+    )
     options.add_device(parser)
     options.add_runs(parser)
     options.add_data_dir(parser)

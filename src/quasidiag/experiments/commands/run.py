@@ -18,12 +18,15 @@ def add_parser(subparsers: Any) -> None:
     parser = subparsers.add_parser(
         "run",
         help="train one network with one algorithm",
+        description="One run of an experiment, with any number of its settings changed.",
         epilog="example: quasidiag run mnist --algorithm QDMCNat lr=0.01 epochs=3 layers=784,100,10",
     )
     parser.add_argument("task", metavar="TASK", help="an experiment (see quasidiag list)")
-    parser.add_argument("--algorithm", "-a", default="QDOP")
+    parser.add_argument(
+        "--algorithm", "-a", default="QDOP", help="see quasidiag list (default: QDOP)"
+    )
     parser.add_argument("--variant", help="such as sigmoid, tanh, relu (default: the first)")
-    parser.add_argument("--scale", default="small", choices=tasks.SCALES)
+    options.add_scale(parser, tasks.SCALES)
     parser.add_argument("settings", nargs="*", metavar="KEY=VALUE", help="any key of the config")
     parser.add_argument("--dry-run", action="store_true", help="print the resolved config only")
     options.add_device(parser)
