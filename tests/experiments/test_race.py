@@ -5,6 +5,7 @@ from __future__ import annotations
 import csv
 import itertools
 import json
+import math
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -22,6 +23,7 @@ from quasidiag.race.plan import Plan, ordered
 from quasidiag.race.tasks import RaceConfig
 from quasidiag.race.train import RaceTrainer, split, work
 
+RESULTS = Path(__file__).parents[2] / "results" / "race"
 TINY = ("layers=56,6,56", "epochs=2")
 
 
@@ -208,6 +210,18 @@ def test_a_level_of_the_first_steps_takes_the_time_of_these():
     level = rows[OURS]["levels"]["1.0"]  # the loss falls by .8 a step, from 10 to 8
     assert level["steps"] == 2
     assert level["seconds"] == pytest.approx(0.25)
+
+
+def test_what_runs_do_to_data_that_nobody_trained_on():
+    runs = [
+        [{"valid_nll": loss, "valid_error": loss / 10} for loss in losses]
+        for losses in ((3.0, 1.0, 2.0), (5.0, 4.0, 4.5), (3.0, math.nan, 7.0))
+    ]
+    assert summary.unseen(runs, "valid_nll") == {
+        "lowest": pytest.approx(8 / 3),
+        "final": pytest.approx(4.5),
+        "errors": pytest.approx(0.45),
+    }
 
 
 def test_the_clock_of_a_run():
@@ -454,6 +468,15 @@ def test_summing_up_needs_no_data(tmp_path, monkeypatch, capsys):
     assert main([*words, "--summary"]) == 0
     assert capsys.readouterr().out in raced
     assert json.loads((tmp_path / "race" / "summary.json").read_text())[0]["dataset"] == "mnist-5k"
+
+
+def test_the_published_tables_are_those_of_the_published_runs(tmp_path, monkeypatch):
+    monkeypatch.setattr(datasets, "digits", nothing_at_hand)
+    words = ["race", "--scale", "medium", "--device", "cuda", "--robustness", "--summary"]
+    words += ["--from", str(RESULTS), "--runs", str(tmp_path), "--out", str(tmp_path / "out")]
+    assert main(words) == 0
+    for name in ("tables.md", "summary.csv"):
+        assert (tmp_path / "out" / name).read_text() == (RESULTS / name).read_text()
 
 
 @pytest.mark.parametrize(

@@ -103,12 +103,15 @@ def _unpacked(run: dict[str, Any], environments: list[dict[str, Any]]) -> Run:
     return Run(run["id"], run["config"], lines, run["result"], environment, pictures)
 
 
-def restore(path: Path, root: str | os.PathLike[str]) -> int:
-    """Put the ended runs of an export into a folder of runs, and say how many; what is there stays as it is."""
+def restore(path: Path, root: str | os.PathLike[str], kind: type[Config] = Config) -> int:
+    """Put the ended runs of an export into a folder of runs, and say how many; what is there stays as it is.
+
+    ``kind`` is that of their configs.
+    """
     collection = read_export(path)
     count = 0
     for run in collection.runs:
-        store = RunDir(root, Config.from_dict(run.config))
+        store = RunDir(root, kind.from_dict(run.config))
         if run.result and store.result is None:
             with store.locked():
                 store.fill(run)

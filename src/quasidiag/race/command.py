@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -48,6 +48,12 @@ def add_parser(subparsers: Any) -> None:
         help="only time the contenders' steps, from the first on, in turns, alone",
     )
     instead.add_argument("--summary", action="store_true", help="only sum up the runs there are")
+    parser.add_argument(
+        "--from",
+        dest="results",
+        metavar="DIR",
+        help="go on from the runs (runs.json.gz) and times (timing.json) in this folder, such as results/race",
+    )
     parser.add_argument("--out", metavar="DIR", help="tables, numbers and pictures (RUNS/race)")
     options.add_device(parser)
     options.add_runs(parser)
@@ -60,8 +66,14 @@ def run(arguments: argparse.Namespace) -> int:
     deadline = None if arguments.time_limit is None else time.time() + arguments.time_limit
     names = [word for word in arguments.tasks if "=" not in word] or list(tasks.BY_NAME)
     words = [*(word for word in arguments.tasks if "=" in word), *arguments.settings]
-    chosen, contenders = [tasks.find(name) for name in names], _contenders(arguments.contenders)
+    chosen = [tasks.find(name) for name in names]
+    # A summary of runs that are there needs no package that made them.
+    contenders = _contenders(
+        arguments.contenders, [*CONTENDERS] if arguments.summary else installed()
+    )
     root = options.runs_dir(arguments)
+    if arguments.results is not None:
+        _restore(Path(arguments.results), Path(root))
     if arguments.summary:  # a summary needs neither the data nor the device
         device, data_dir = arguments.device, None
     else:
@@ -96,12 +108,23 @@ def run(arguments: argparse.Namespace) -> int:
     return code
 
 
-def _contenders(text: str | None) -> tuple[str, ...]:
+def _restore(results: Path, root: Path) -> None:
+    """Runs and times of somebody's race, where there are none yet."""
+    from quasidiag.experiments.export import restore
+
+    count = restore(results / "runs.json.gz", root, tasks.RaceConfig)
+    print(f"{count} runs from {results}", flush=True)
+    times = read_json(results / "timing.json")
+    if times is not None and read_json(root / "race-timing.json") is None:
+        write_json(root / "race-timing.json", times)
+
+
+def _contenders(text: str | None, there: Collection[str]) -> tuple[str, ...]:
     chosen = tuple(filter(None, (text or "").split(",")))
     for name in chosen:
         if name not in CONTENDERS:
             raise suggest("contender", name, CONTENDERS)
-    return tuple(name for name in installed() if not chosen or name in chosen)
+    return tuple(name for name in there if not chosen or name in chosen)
 
 
 def _raced(root: Path) -> str:

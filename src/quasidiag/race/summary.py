@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import csv
 import json
+import math
 from collections.abc import Sequence
 from itertools import pairwise
 from pathlib import Path
@@ -47,6 +48,16 @@ def _points(run: Sequence[Line], key: str) -> dict[float, float]:
     """The loss at each epoch, and at the moments between two of them at which it was looked at."""
     between = {epoch: loss for line in run for epoch, loss in line.get("within") or []}
     return between | {float(line["epoch"]): line[key] for line in run}
+
+
+def unseen(runs: Sequence[Sequence[Line]], key: str) -> dict[str, float]:
+    """On validation data, the mean over seeds: the lowest loss after an epoch, the last one, and the errors then."""
+    losses = [[line[key] for line in run if math.isfinite(line[key])] for run in runs]
+    return {
+        "lowest": fmean(map(min, losses)),
+        "final": fmean(run[-1] for run in losses),
+        "errors": fmean(run[-1]["valid_error"] for run in runs),
+    }
 
 
 def reached(curve: Curve, level: float) -> float | None:
@@ -89,6 +100,7 @@ def summarise(plan: Plan, timing: Timing | None = None) -> dict[str, Any]:
                 "seeds": len(runs),
                 "trials": 1 if algorithm == OURS else len(tried),
                 "curve": mean_curve(runs, task.select),
+                "unseen": unseen(runs, task.select.replace("train", "valid")),
             }
     config = plan.config("constant", OURS, 1.0)
     steps = _steps_per_epoch(seen)
@@ -217,6 +229,8 @@ def _flat(summary: dict[str, Any]) -> list[dict[str, Any]]:
             "steps": summary["epochs"] * summary["steps_per_epoch"],
             "loss_epoch_1": _short(row["first"]),
             "loss_final": _short(row["final"]),
+            "validation_lowest": _short(row["unseen"]["lowest"]),
+            "validation_final": _short(row["unseen"]["final"]),
             "steps_to_adamw_final": row["to_reference"],
             "ratio_to_adamw_steps": _short(row["ratio"]),
             "seconds_per_step": _short(row["seconds_per_step"]),

@@ -13,7 +13,7 @@ from .timing import Pace, elapsed
 def tables(summaries: Sequence[dict[str, Any]]) -> str:
     """All of them, one after the other."""
     known = [s for s in summaries if s["contenders"]]
-    kinds = (steps, finals, times, paces, starts, robustness)
+    kinds = (steps, finals, unseen, errors, times, paces, starts, robustness)
     parts = [kind(known) for kind in kinds]
     return "\n\n".join(part for part in parts if part) + "\n"
 
@@ -39,6 +39,39 @@ def finals(summaries: Sequence[dict[str, Any]]) -> str:
         ]
         lines.append((s["title"], str(s["epochs"]), *cells))
     return _titled("Training loss after the first epoch → the last", lines)
+
+
+def unseen(summaries: Sequence[dict[str, Any]]) -> str:
+    """The loss on validation data, of runs that were chosen by their training loss."""
+    columns = names(summaries)
+    lines = [("task", *columns)]
+    for s in summaries:
+        rows = {row["contender"]: row["unseen"] for row in s["contenders"]}
+        best = {part: min(row[part] for row in rows.values()) for part in ("lowest", "final")}
+        cells = [
+            " → ".join(_bold(rows[c][part], value) for part, value in best.items())
+            if c in rows
+            else ""
+            for c in columns
+        ]
+        lines.append((s["title"], *cells))
+    return _titled("Validation loss: the lowest after an epoch → the last", lines)
+
+
+def errors(summaries: Sequence[dict[str, Any]]) -> str:
+    """What classifiers get wrong of the validation data at the end."""
+    known = [s for s in summaries if s["kind"] == "classifier"]
+    columns = names(known)
+    lines = [("task", *columns)]
+    for s in known:
+        rows = {row["contender"]: 100 * row["unseen"]["errors"] for row in s["contenders"]}
+        best = min(rows.values())
+        lines.append(
+            (s["title"], *(_bold(rows.get(c), best) if c in rows else "" for c in columns))
+        )
+    return (
+        _titled("Validation errors of classifiers at the end, in per cent", lines) if known else ""
+    )
 
 
 def steps(summaries: Sequence[dict[str, Any]]) -> str:
