@@ -164,6 +164,22 @@ def test_a_layer_is_compared_with_itself() -> None:
     assert report.strengths[1:] == pytest.approx(expected_alone(optimizer, [1, 2]), abs=0.1)
 
 
+def test_a_bias_alone_does_not_move_what_the_others_are_measured_by() -> None:
+    """It has no weights, and never will: its strength does not fall, and theirs do not rise for it."""
+    model, loss = mlp(5, 6, 4, 3), qd.Categorical()
+    model[0].weight.requires_grad_(False)
+    optimizer = qd.Riemannian(model, loss, step_every=1)
+    x, t = batch("categorical", 40, 5, 3)
+    for _ in range(12):
+        optimizer.zero_grad()
+        loss(model(x), t).backward()
+        optimizer.step()
+        assert optimizer.auto is not None
+        first, *others = optimizer.auto.strengths
+        assert first == 0
+        assert sum(x for x in others if x is not None) == pytest.approx(0, abs=1e-9)
+
+
 def expected_alone(optimizer: qd.Riemannian, which: list[int]) -> list[float]:
     """The strengths of some layers, as if nothing had been known of them."""
     blocks = [optimizer._blocks[i] for i in which]

@@ -229,13 +229,15 @@ def test_a_module_at_two_places_stays_as_it_is() -> None:
             assert b is buffers[name][0] and torch.equal(b, buffers[name][1])
 
 
-def test_a_device_without_memory_is_not_a_model_that_cannot_be_divided() -> None:
+@pytest.mark.parametrize("known", [True, False])
+def test_a_device_without_memory_is_not_a_model_that_cannot_be_divided(known: bool) -> None:
     model = mlp(4, 6, 3)
     x, t = batch("categorical", 24, 4, 3)
     replay = replayed(model, x, t)
     entry = replay.weighted()[0][1]
-    replay.values(entry, {}, 0.5)
-    assert replay.divisible
+    if known:
+        replay.values(entry, {}, 0.5)
+        assert replay.divisible
 
     def full(*_: Any) -> None:
         raise torch.cuda.OutOfMemoryError("CUDA out of memory")
@@ -244,7 +246,7 @@ def test_a_device_without_memory_is_not_a_model_that_cannot_be_divided() -> None
     with pytest.raises(torch.cuda.OutOfMemoryError):
         replay.values(entry, {}, 0.5)
     handle.remove()
-    assert replay.divisible
+    assert model.training and replay.divisible is (True if known else None)
 
 
 def test_the_same_dropout_masks_are_drawn_again() -> None:

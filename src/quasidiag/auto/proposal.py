@@ -244,7 +244,7 @@ def _measured(
     blocks, every = [*moving.values()], len(optimizer._blocks)
     kept = report.strengths if len(report.strengths) == every else [None] * every
     squares = weights(blocks, stacks_of(optimizer, blocks), state)
-    fresh = strengths(mean(squares, ranks), [kept[i] for i in moving])
+    fresh = _strengths(blocks, mean(squares, ranks), [kept[i] for i in moving])
     now = dict(zip(moving, fresh))
     report.strengths = [now.get(i, before) for i, before in enumerate(kept)]
     more = [report.further[i] if len(report.further) == every else 0.0 for i in moving]
@@ -254,6 +254,15 @@ def _measured(
     part = [taking_part.get(block, 1.0) for block in blocks]
     report.proportions = proportions(fresh, part, p, more)
     return dict(zip(blocks, report.proportions)), squares
+
+
+def _strengths(
+    blocks: Sequence[DiagonalBlock], squares: Tensor, before: Sequence[float | None]
+) -> list[float]:
+    r""":math:`\ln ρ/\bar ρ` of each layer that has weights; 0 for a bias alone, which has no part in the mean."""
+    heavy = [k for k, block in enumerate(blocks) if block.weight is not None]
+    found = dict(zip(heavy, strengths(squares[heavy], [before[k] for k in heavy])))
+    return [found.get(k, 0.0) for k in range(len(blocks))]
 
 
 def _scale_(steps: Steps, lengths: Mapping[DiagonalBlock, float]) -> None:

@@ -287,6 +287,8 @@ class Replay:
                 module.training = False
             whole, some = self._run(batch, {}), self._run(batch, {}, part)
             expected = part.rows(whole)
+        except torch.cuda.OutOfMemoryError:
+            raise
         except (RuntimeError, *UNFIT):
             return False
         finally:
