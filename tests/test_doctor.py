@@ -179,3 +179,13 @@ def test_composite_frozen_and_loose_parameters() -> None:
     total = sum(finding.parameters for finding in found.values())
     assert total == sum(p.numel() for p in Tied().parameters())
     assert all(finding.good for name, finding in found.items() if name.startswith("attention"))
+
+
+def test_layers_inside_of_others_and_parametrizations_by_the_names_that_people_know() -> None:
+    model = nn.Sequential(nn.LSTM(3, 4), nn.utils.parametrizations.weight_norm(nn.Linear(4, 2)))
+    found = {finding.name: finding for finding in examine(model)}
+    assert found["0.ih_l0"].layer == "LSTM"
+    (hidden,) = (finding for finding in found.values() if not finding.good)
+    assert hidden.layer == "ParametrizationList" and "weight_norm" in hidden.why
+    alone = {finding.layer for finding in examine(nn.MultiheadAttention(4, 2, kdim=3, vdim=3))}
+    assert "MultiheadAttention" in alone and not alone & {"Part", "BiasPart"}

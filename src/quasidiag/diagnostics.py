@@ -22,6 +22,7 @@ from quasidiag.blocks import DiagonalBlock, QuasiDiagonalBlock, UnitwiseBlock
 from quasidiag.optimizer import Riemannian
 from quasidiag.reductions import varies
 from quasidiag.sharding import local, rows_of
+from quasidiag.units import kind_of
 
 #: A unit is dead if its ``m00`` (without a bias: the mean of its ``mii``) is at most this part of its layer's mean.
 DEAD = 1e-6
@@ -178,7 +179,7 @@ def _layer(optimizer: Riemannian, block: DiagonalBlock) -> LayerDiagnostics:
     kinds = {QuasiDiagonalBlock: "quasi-diagonal", UnitwiseBlock: "unitwise"}
     return LayerDiagnostics(
         name=block.name,
-        layer=type(block.module).__name__,
+        layer=kind_of(block, optimizer.model),
         reduction=kinds.get(type(rows), "diagonal"),
         units=len(entries.weight),
         updates=int(state[rows.home]["updates"]),

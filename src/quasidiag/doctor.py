@@ -22,11 +22,12 @@ from typing import Any
 
 from torch import nn
 from torch.nn.parameter import is_lazy
+from torch.nn.utils.parametrize import ParametrizationList
 
 from quasidiag.blocks import QuasiDiagonalBlock
 from quasidiag.experiments.config import UsageError
 from quasidiag.layers.base import adapter_of
-from quasidiag.units import find_units
+from quasidiag.units import find_units, kind_of
 
 
 @dataclass(frozen=True)
@@ -95,7 +96,7 @@ def examine(model: nn.Module) -> Iterator[Finding]:
             why = f"diagonal, by {adapter}: no {missing} is trained with it"
         else:
             why = f"diagonal, by {adapter}"
-        yield Finding(block.name, type(block.module).__name__, count, True, why)
+        yield Finding(block.name, kind_of(block, model), count, True, why)
     for name, module in model.named_modules():
         left = [(n, p) for n, p in module.named_parameters(recurse=False) if p not in covered]
         for good, why in (
@@ -113,6 +114,8 @@ def examine(model: nn.Module) -> Iterator[Finding]:
 def _why_not(module: nn.Module) -> str:
     if adapter_of(module) is not None:
         return "the diagonal rule of qd.AdaGrad: the adapter of this layer does not cover it"
+    if isinstance(module, ParametrizationList):
+        return "the diagonal rule of qd.AdaGrad: a parametrization (weight_norm, say) computes the layer's own from it"
     return (
         f"the diagonal rule of qd.AdaGrad: no adapter is registered for {type(module).__name__} "
         "(qd.register_layer teaches one)"

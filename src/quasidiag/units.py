@@ -14,7 +14,7 @@ from torch import Size, Tensor, nn
 
 from quasidiag.blocks import REDUCTIONS, DiagonalBlock, QuasiDiagonalBlock, UnitwiseBlock
 from quasidiag.layers.base import Adapter, adapter_of
-from quasidiag.layers.composite import Composite
+from quasidiag.layers.composite import BiasPart, Composite, Part
 from quasidiag.sharing import BiasView, ReducedView, SampleView, reducible
 
 
@@ -156,6 +156,13 @@ def _block(layer: Layer, reduction: str, sharing: str) -> DiagonalBlock:
     shifted = kind is QuasiDiagonalBlock and sharing != "exact"
     solver = adapter if shifted else _Unshifted(adapter)
     return kind(layer.name, layer.module, solver, layer.weight, layer.bias)
+
+
+def kind_of(block: DiagonalBlock, model: nn.Module) -> str:
+    """The class of a block's layer; for a dense layer inside of another layer (an LSTM, say), that of the outer one."""
+    if isinstance(block.module, Part | BiasPart):
+        return type(model.get_submodule(block.name.rpartition(".")[0])).__name__
+    return type(block.module).__name__
 
 
 def _add(
