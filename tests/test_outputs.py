@@ -10,6 +10,7 @@ from torch import Tensor, distributions
 
 import quasidiag as qd
 from nets import OUTPUTS, STD, batch, criterion, mlp
+from quasidiag.metrics import cotangents
 
 
 def case(output: str, n: int = 6, k: int = 4) -> tuple[qd.OutputModel, Tensor, Tensor]:
@@ -225,3 +226,66 @@ def test_the_information_is_where_the_output_is() -> None:
     """A criterion that nobody has moved to the model's device has but a number to give."""
     output = torch.empty(4, 3, device="meta")
     assert qd.Gaussian().fisher(output).device == output.device
+
+
+class TestLabelSmoothing:
+    """Targets ``(1 - s) e_t + s/K``, as in ``nn.CrossEntropyLoss``; the model's own distribution is what it was."""
+
+    SMOOTHING = 0.2
+
+    def case(self) -> tuple[qd.Categorical, Tensor, Tensor]:
+        y = torch.randn(6, 4, generator=torch.Generator().manual_seed(3), dtype=torch.float64)
+        t = torch.tensor([0, 3, 1, -100, 2, 2])
+        return qd.Categorical(label_smoothing=self.SMOOTHING), y, t
+
+    def test_value_and_residual(self) -> None:
+        model, y, t = self.case()
+        counted = t >= 0
+        q = torch.full_like(y, self.SMOOTHING / 4)
+        q[counted, t[counted]] += 1 - self.SMOOTHING
+        expected = -(q * y.log_softmax(-1))[counted].sum() / 5
+        torch.testing.assert_close(model(y, t), expected, rtol=1e-12, atol=1e-12)
+        y.requires_grad_()
+        (gradient,) = torch.autograd.grad(model(y, t) * 5, y)
+        found = model.residual(y.detach(), t)
+        torch.testing.assert_close(found[counted], gradient[counted], rtol=1e-12, atol=1e-12)
+
+    def test_a_perfect_output_has_the_least_value(self) -> None:
+        model, y, _ = self.case()
+        t = torch.tensor([0, 3, 1, 1, 2, 2])
+        q = torch.full_like(y, self.SMOOTHING / 4).scatter_add_(
+            1, t.unsqueeze(1), torch.full((6, 1), 1 - self.SMOOTHING, dtype=y.dtype)
+        )
+        assert float(model(q.log(), t)) == pytest.approx(model.least_of(y), rel=1e-12)
+        assert float(model(y, t)) > model.least_of(y) > 0
+        assert qd.Categorical().least_of(y) == 0
+
+    def test_draws_and_metrics_are_those_of_the_model(self) -> None:
+        model, y, t = self.case()
+        draw, plain = torch.tensor([1, 2, 3, 0, 1, 0]), qd.Categorical()
+        torch.testing.assert_close(model.score(y, draw), plain.residual(y, draw))
+        for metric in ("monte-carlo", "exact"):
+            seeds = (torch.Generator().manual_seed(5) for _ in range(2))
+            vectors = [[*cotangents(metric, c, y, t, 1, next(seeds))] for c in (model, plain)]
+            torch.testing.assert_close(*vectors)
+
+    def test_without_an_lr_it_is_fitted(self) -> None:
+        """Down to a hundredth above the least value: no step promises to go below."""
+        x, t = batch("categorical", 30, 6, 3)
+        model, loss = mlp(6, 40, 3, activation="tanh"), qd.Categorical(label_smoothing=0.1)
+        optimizer = qd.Riemannian(model, loss)
+        for _ in range(60):
+            optimizer.zero_grad()
+            value = loss(model(x), t)
+            value.backward()
+            optimizer.step()
+            assert optimizer.auto is not None
+            if optimizer.auto.stride == 1:  # it was measured
+                left = float(value.detach()) - loss.least_of(x[:, :3])
+                assert optimizer.auto.promise <= left + 1e-12
+        assert float(value.detach()) < loss.least_of(x[:, :3]) + 0.01
+
+    @pytest.mark.parametrize("smoothing", [-0.1, 1.5, math.nan])
+    def test_no_other_smoothing(self, smoothing: float) -> None:
+        with pytest.raises(ValueError, match="label_smoothing must be in"):
+            qd.Categorical(label_smoothing=smoothing)

@@ -45,7 +45,7 @@ def cotangents(
         vectors = [criterion.residual(output, target)]
     elif metric == "monte-carlo":
         draws = (criterion.sample(output, generator) for _ in range(samples))
-        vectors = (criterion.residual(output, draw) for draw in draws)
+        vectors = (criterion.score(output, draw) for draw in draws)
         vectors = vectors if samples == 1 else (vector / samples**0.5 for vector in vectors)
     elif metric == "exact":
         vectors = criterion.each_vector(output)

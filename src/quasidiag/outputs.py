@@ -69,6 +69,10 @@ class OutputModel(nn.Module, ABC):
         Override it along with :meth:`forward`: the automatic step takes any other part of the gradient for another loss's.
         """
 
+    def score(self, output: Tensor, draw: Tensor) -> Tensor:
+        """:meth:`residual` at targets drawn by :meth:`sample`: its outer product is the Fisher matrix, on the average."""
+        return self.residual(output, draw)
+
     @abstractmethod
     def sample(self, output: Tensor, generator: Generator | None = None) -> Tensor:
         """A target for each sample, drawn from the distribution that the output stands for."""
@@ -104,20 +108,32 @@ class OutputModel(nn.Module, ABC):
 class Categorical(OutputModel):
     r"""Softmax over *K* classes: the output is logits ``[..., K]``, the target class numbers ``[...]``.
 
-    The value is the mean of :math:`-\ln p_t` over all targets but those equal to ``ignore_index``.
+    The value is the mean of :math:`-\ln p_t` over all targets but those equal to ``ignore_index``. With ``label_smoothing``
+    :math:`s`, it is that of :math:`-\sum_k q_k \ln p_k` with :math:`q = (1 - s)\, e_t + s/K`, as in ``nn.CrossEntropyLoss``.
     """
 
     least = 0.0
 
-    def __init__(self, ignore_index: int = -100) -> None:
+    def __init__(self, ignore_index: int = -100, label_smoothing: float = 0.0) -> None:
         super().__init__()
-        self.ignore_index = ignore_index
+        if not 0 <= label_smoothing <= 1:
+            raise ValueError(f"label_smoothing must be in [0, 1], not {label_smoothing!r}")
+        self.ignore_index, self.label_smoothing = ignore_index, label_smoothing
+
+    def least_of(self, output: Tensor) -> float:
+        k, s = output.shape[-1], self.label_smoothing
+        own, other = 1 - s + s / k, s / k
+        entropy = own * math.log(own) + (k - 1) * other * math.log(other) if s else 0.0
+        return self.least - entropy
 
     def forward(self, output: Tensor, target: Tensor) -> Tensor:
         self._check(output, target)
         k = output.shape[-1]
         return F.cross_entropy(
-            output.reshape(-1, k), target.reshape(-1), ignore_index=self.ignore_index
+            output.reshape(-1, k),
+            target.reshape(-1),
+            ignore_index=self.ignore_index,
+            label_smoothing=self.label_smoothing,
         )
 
     def _check(self, output: Tensor, target: Tensor) -> None:
@@ -157,9 +173,22 @@ class Categorical(OutputModel):
         return None if target.device.type == "cpu" and bool(counted.all()) else counted
 
     def residual(self, output: Tensor, target: Tensor) -> Tensor:
+        smoothing = self.label_smoothing
+        derivative = self._residual(output, target, 1 - smoothing)
+        return derivative.sub_(smoothing / output.shape[-1]) if smoothing else derivative
+
+    def score(self, output: Tensor, draw: Tensor) -> Tensor:
+        # Smoothing is of the targets: what the model itself would say is not smooth.
+        if self.label_smoothing:
+            return self._residual(output, draw, 1.0)
+        return self.residual(output, draw)
+
+    @staticmethod
+    def _residual(output: Tensor, target: Tensor, weight: float) -> Tensor:
+        """The probabilities, less ``weight`` for the target's class."""
         classes = target.clamp_min(0).unsqueeze(-1)
-        one = torch.ones_like(classes, dtype=output.dtype)
-        return output.softmax(-1).scatter_add_(-1, classes, -one)
+        less = torch.full_like(classes, -weight, dtype=output.dtype)
+        return output.softmax(-1).scatter_add_(-1, classes, less)
 
     def sample(self, output: Tensor, generator: Generator | None = None) -> Tensor:
         # As torch.multinomial draws: the class with the largest p/q, q exponential. But without its check of p, which waits
@@ -351,7 +380,7 @@ class LearnedGaussian(Gaussian):
 class Bernoulli(_Elementwise):
     r"""Independent binary targets with the network's output as logits; targets may be anywhere in [0, 1].
 
-    .. math:: ℓ = -\sum_k t_k \ln y_k + (1 - t_k) \ln(1 - y_k), \qquad y = \mathrm{sigmoid}(\text{output})
+    .. math:: ℓ = -\sum_k \bigl[t_k \ln y_k + (1 - t_k) \ln(1 - y_k)\bigr], \qquad y = \mathrm{sigmoid}(\text{output})
     """
 
     least = 0.0

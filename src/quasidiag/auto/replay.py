@@ -358,9 +358,10 @@ class Replay:
         return self.criterion.least_of(batch.output)
 
     def above_least(self) -> float:
-        """How far the loss of this step is above the least value that it could have (``criterion.least``)."""
-        least = self.criterion.least
-        return sum(weight * (float(batch.loss) - least) for weight, batch in self.weighted())
+        """How far the loss of this step is above the least value that it could have; infinite if ``criterion.least`` is."""
+        if not math.isfinite(self.criterion.least):
+            return math.inf
+        return sum(weight * (float(b.loss) - self.least(b)) for weight, b in self.weighted())
 
     def samples(self) -> int:
         """How many samples the minibatches of this step have."""
