@@ -238,3 +238,11 @@ def test_other_parameters_follow_the_documented_diagonal_rule() -> None:
         scale -= 0.05 * g / (square.sqrt() + 1e-8)
         optimizer.step()
     torch.testing.assert_close(model.scale.detach(), scale, rtol=1e-10, atol=0)
+
+
+def test_adagrad_without_eps_does_not_move_what_never_had_a_gradient() -> None:
+    p = nn.Parameter(torch.tensor([1.0, 1.0]))
+    optimizer = qd.AdaGrad([p], lr=0.1, eps=0.0)
+    p.grad = torch.tensor([0.0, 3.0])
+    optimizer.step()
+    assert p.tolist() == pytest.approx([1.0, 0.9])

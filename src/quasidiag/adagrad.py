@@ -45,5 +45,8 @@ class AdaGrad(Optimizer):
                     state["square"] = p.grad.square()
                 else:
                     state["square"].lerp_(p.grad.square(), group["gamma"])
-                p.sub_(group["lr"] * p.grad / (state["square"].sqrt() + group["eps"]))
+                root = state["square"].sqrt() + group["eps"]
+                if group["eps"] == 0:  # what never had a gradient does not move
+                    root.masked_fill_(root == 0, math.inf)
+                p.sub_(group["lr"] * p.grad / root)
         return loss

@@ -199,9 +199,8 @@ def _entries(
         return _quasi_diagonal(block, state, update, eps, floor)
     kept = [m + eps for m in block._bounded(state)]
     units = [m.reshape(len(m) if m.dim() else 1, -1) for m in kept]
-    alone = (
-        len({len(m) for m in units}) > 1
-    )  # a weight whose units are not along its first dimension
+    # The units of some weights (a transposed convolution's, say) are not along the first dimension.
+    alone = len({len(m) for m in units}) > 1
     values = torch.cat([m.reshape(1, -1) for m in kept] if alone else units, dim=1)
     plain = [m for m in block.kept(state) if m is not None]
     weight = plain[0] if block.bias is not None else plain[0].reshape(len(values), -1).mean(1)

@@ -31,17 +31,16 @@ from quasidiag.units import find_units
 
 
 class Riemannian(Saved):
-    r"""Riemannian gradient descent with the metric and the reduction of your choice.
-
-    Each step, with the minibatch's gradient :math:`v` and the metric :math:`M_b` of the minibatch:
+    r"""Riemannian gradient descent: each step, with the minibatch's gradient :math:`v` and metric :math:`M_b`,
 
     .. math::
         M &← (1-γ) M + γ M_b \\
         θ &← θ - η M^{-1} v
 
-    where :math:`M^{-1}` is taken unit by unit (:mod:`quasidiag.reductions`). The training loop is the usual one::
+    where :math:`M^{-1}` is taken unit by unit (:mod:`quasidiag.reductions`). Without an ``lr``, which is what we recommend,
+    direction and length come from :mod:`quasidiag.auto`. The training loop is the usual one::
 
-        optimizer = Riemannian(model, criterion, lr=1e-2)
+        optimizer = Riemannian(model, criterion)  # or lr=1e-2: the paper's fixed step
         for x, t in loader:
             optimizer.zero_grad()
             criterion(model(x), t).backward()

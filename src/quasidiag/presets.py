@@ -21,6 +21,11 @@ class _Preset(Riemannian):
         lr: float | Tensor = 1e-2,
         **options: Any,
     ) -> None:
+        """With all options of :class:`Riemannian` that a fixed step has.
+
+        The defaults are the paper's: ``gamma=0.01``, ``eps=1e-8``, ``floor=eps``. The authors' own program has ``floor=0``,
+        and ``gamma=0.1`` with the Monte Carlo metric.
+        """
         for name in ("metric", "reduction", "step"):
             if name in options:
                 raise TypeError(

@@ -126,7 +126,7 @@ def criterion(given: object, metric: str, loss_reduction: str) -> None:
 
 
 def fraction(name: str, value: float) -> None:
-    if not (isinstance(value, int | float) and 0 < value <= 1):
+    if isinstance(value, bool) or not (isinstance(value, int | float) and 0 < value <= 1):
         raise ValueError(f"{name} must be in (0, 1], not {value!r}")
 
 
