@@ -249,6 +249,24 @@ def test_a_device_without_memory_is_not_a_model_that_cannot_be_divided(known: bo
     assert model.training and replay.divisible is (True if known else None)
 
 
+def test_a_copy_that_was_judged_may_be_written_to_before_the_step() -> None:
+    """Probabilities made in place, say: what counts is the model's own output, which is watched."""
+    found = []
+    for spoilt in (False, True):
+        model, criterion = mlp(4, 6, 3), qd.Categorical()
+        optimizer = qd.Riemannian(model, criterion)
+        for seed in range(8):
+            x, t = batch("categorical", 24, 4, 3, seed=seed)
+            optimizer.zero_grad()
+            y = model(x).clone()
+            criterion(y, t).backward()
+            if spoilt:
+                y.detach().mul_(5.0)
+            optimizer.step()
+        found.append([p.detach().clone() for p in model.parameters()])
+    torch.testing.assert_close(*found, rtol=0, atol=0)
+
+
 def test_the_same_dropout_masks_are_drawn_again() -> None:
     """So that the actual decrease is the loss's, not that of another mask."""
     torch.manual_seed(0)

@@ -153,8 +153,9 @@ class Replay:
         call, reading = next((pair for pair in found if pair[1] is not None), unknown)
         if reading is None and not self._concerns(judged):
             return  # another model's output
-        if reading is not None and output.dtype != call.outputs[reading.number].dtype:
-            output = reading.of(call.outputs)  # as a replay gives it, without a cast's rounding
+        if reading is not None and reading.strides is None:
+            # A copy may be written to before the step, and a cast's rounding is not what a replay gives.
+            output = reading.of(call.outputs)
         batch = Batch(call, reading, output, target, versions(target), loss.detach().clone())
         loan = self._judgements.lend((batch, judged))
 
