@@ -26,6 +26,8 @@ Tensors = Sequence[Tensor]
 
 #: Every this many metric updates, the shift moves to the mean activity and moments too small to matter become zero.
 TIDY_EVERY = 64
+#: The curvature of the weight decay counts for so many times a layer's mean moment at most.
+MOST = 1e5
 
 
 class Update(NamedTuple):
@@ -170,10 +172,14 @@ class DiagonalBlock:
         ]
 
     def _decaying(self, moments: Tensors) -> list[Tensor]:
-        """``moments`` plus the curvature of the weight decay, which is all there is where they are zero."""
+        """``moments`` plus the curvature of the weight decay, but no more of it than ``MOST`` times their mean.
+
+        A layer that the output does not depend on, as below one that starts at zero, would else go by the decay alone, as
+        far as those that matter.
+        """
         if not any(self.decays):
             return [*moments]
-        return [m + decay for m, decay in zip(moments, self.decays)]
+        return [m + (MOST * m.mean()).clamp(max=decay) for m, decay in zip(moments, self.decays)]
 
     @cached_property
     def plain(self) -> bool:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import math
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import pytest
@@ -14,8 +14,9 @@ from torch import Tensor, nn
 import quasidiag as qd
 from nets import OUTPUTS, STD, batch, criterion, linear_layers, mlp
 from quasidiag.auto.proposal import reach
-from quasidiag.auto.quadratic import BOUNDS, DECAY, FORMS, SHORTEST, QuadraticModel, minimiser
-from quasidiag.auto.report import RISES
+from quasidiag.auto.quadratic import BOUNDS, DECAY, FORMS, MORE, SHORTEST, QuadraticModel, minimiser
+from quasidiag.auto.replay import Replay
+from quasidiag.auto.report import RISES, Report
 from quasidiag.reductions import safeguarded
 from quasidiag.reference import completion
 
@@ -90,7 +91,8 @@ def test_coefficients_minimise_the_dense_quadratic_model(
         whole = (1 - new) * seen + new
         d = torch.linalg.solve(metric_, (1 - new) * average + new * g) / whole
         report, length = optimizer.auto, d @ metric_ @ d
-        form = keep * form + (1 - keep) * float(d @ fisher @ d / length)
+        fresh = float(d @ fisher @ d / length)
+        form = keep * min(form, MORE * fresh) + (1 - keep) * fresh
         best = float(g @ d / (length * (form + report.damping)))
         assert report.alpha == pytest.approx(best, rel=1e-5)
         torch.testing.assert_close(taken, -report.alpha * d, rtol=1e-6, atol=1e-9)
@@ -319,6 +321,19 @@ def test_ignored_targets_do_not_count() -> None:
             optimizer.step()
         found.append(flat(model.parameters()))
     torch.testing.assert_close(*found)
+
+
+def test_an_average_of_forms_counts_for_twice_the_new_ones_at_most() -> None:
+    """A sharp place that was left behind would else shorten dozens of steps."""
+    model = QuadraticModel(cast(Replay, None), None, Report())
+    one, names = np.ones(2), ["new", "other"]
+    sharp, flat = np.array([[900.0, 90.0], [90.0, 100.0]]), np.array([[1.0, 0.2], [0.2, 3.0]])
+    np.testing.assert_allclose(model._averaged(names, sharp, one), sharp)
+    expected = FORMS * (MORE * 4 / 1000) * sharp + (1 - FORMS) * flat
+    np.testing.assert_allclose(model._averaged(names, flat, one), expected)
+    np.testing.assert_allclose(
+        model._averaged(names, sharp, one), FORMS * expected + (1 - FORMS) * sharp
+    )
 
 
 def test_what_has_no_metric_gets_a_coefficient_of_its_own() -> None:

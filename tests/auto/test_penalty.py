@@ -185,6 +185,49 @@ def test_what_has_no_other_metric_decays(options: dict[str, Any]) -> None:
     assert float(layer.weight[:, 0].detach().norm()) < 0.1 * before
 
 
+def test_a_decay_that_hardly_counts_changes_hardly_anything_below_a_layer_that_starts_at_zero() -> (
+    None
+):
+    """Which has no metric yet: the gradient of its decay is no reason to go as far as others do."""
+
+    def trained(decay: float) -> float:
+        generator = torch.Generator().manual_seed(0)
+        x = torch.randn(400, INPUTS, generator=generator, dtype=torch.float64)
+        t = 100 * torch.sin(2 * x[:, :1])
+        model = mlp(INPUTS, 20, 20, 1, activation="tanh")
+        with torch.no_grad():
+            for p in linear_layers(model)[-1].parameters():
+                p.zero_()
+        optimizer = qd.Riemannian(model, qd.Gaussian().double(), weight_decay=decay)
+        for _ in range(60):
+            step(optimizer, x, t)
+        return objective(optimizer, x, t, decay)
+
+    assert trained(1e-7) < 1.2 * trained(0.0)
+
+
+def test_a_decay_that_begins_late_is_measured_at_once_and_earlier_steps_are_not_judged_by_it() -> (
+    None
+):
+    optimizer = qd.Riemannian(mlp(INPUTS, 20, OUTPUTS, activation="tanh"), qd.Gaussian().double())
+    for k in range(30):
+        step(optimizer, *data(k))
+    assert optimizer.auto is not None
+    retreats = optimizer.auto.retreats
+    optimizer.param_groups[0]["weight_decay"] = 10.0
+    x, t = data(30)
+    before = objective(optimizer, x, t, 10.0)
+    step(optimizer, x, t)
+    assert optimizer.auto.stride == 1 and optimizer.auto.retreats == retreats
+    for k in range(31, 41):
+        step(optimizer, *data(k))
+    assert objective(optimizer, x, t, 10.0) < 0.5 * before
+    optimizer.auto.stride = 2  # and one that goes on as it was is nothing new
+    optimizer.param_groups[0]["weight_decay"] = 10.4
+    step(optimizer, x, t)
+    assert optimizer.auto.stride == 3
+
+
 def test_rows_of_a_table_that_never_come_do_not_keep_the_others_back() -> None:
     def trained(rows: int) -> float:
         torch.manual_seed(0)

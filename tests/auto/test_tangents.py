@@ -315,7 +315,8 @@ def test_so_is_what_other_generators_gave(kind: str) -> None:
         replay.clear()
 
 
-def test_a_model_that_begins_to_draw_is_noticed() -> None:
+@pytest.mark.parametrize("retreat", [False, True])
+def test_a_model_that_begins_to_draw_is_noticed(retreat: bool) -> None:
     class Late(nn.Module):
         def __init__(self) -> None:
             super().__init__()
@@ -331,7 +332,11 @@ def test_a_model_that_begins_to_draw_is_noticed() -> None:
     for _ in range(3):
         model(x)
     assert not instance._foreign
-    for _ in range(LOOK):
+    passes = LOOK
+    if retreat:  # it is looked at once more where a step did harm
+        instance.look_again()
+        passes = 1
+    for _ in range(passes):
         model(x)
     assert instance._foreign
 

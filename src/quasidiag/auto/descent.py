@@ -55,6 +55,8 @@ SAME = 1e-9
 #: would move far, where nothing is linear any more. Its direction is shortened and measured again, up to ``ROUNDS``
 #: measurements in all.
 LONGEST, ROUNDS = 0.7, 3
+#: Relative change of the weight decay from which on the model is measured anew.
+OTHERWISE = 0.1
 
 
 def metric_due(optimizer: Riemannian) -> bool:
@@ -77,13 +79,14 @@ def turn(optimizer: Riemannian, model: QuadraticModel, usable: bool) -> Turn:
 
     It does if its turn has come, if it differs from the last measured one, or if its loss is a surprise. A minibatch does
     not judge if its loss is finite but its gradient is not, nor if it has less than half the samples of the last one, as at
-    the end of an epoch. It then leaves a measurement that is due to the next, unless ``step_every`` is 1.
+    the end of an epoch, nor if the weight decay was changed. In the first two cases it leaves a measurement that is due to
+    the next, unless ``step_every`` is 1.
     """
     report, before = model.report, model.report.samples
     report.samples, loss = model.size(ranks_of(optimizer))
-    surprised = report.surprised(loss)
-    judge = report.samples >= before / 2 and (usable or not math.isfinite(loss))
-    if report.steps < AT_FIRST or not report.steady or not _alike(optimizer, report):
+    surprised, same = report.surprised(loss), _same_penalty(optimizer, report)
+    judge = report.samples >= before / 2 and (usable or not math.isfinite(loss)) and same
+    if report.steps < AT_FIRST or not report.steady or not (same and _alike(optimizer, report)):
         return Turn(True, judge)
     due = surprised or report.stride >= optimizer.step_every
     return Turn(due and (judge or optimizer.step_every == 1), due and judge)
@@ -94,6 +97,18 @@ def _alike(optimizer: Riemannian, report: Report) -> bool:
     parts, state = _parts(optimizer), optimizer.state
     close = len(parts) == len(report.parts) and all(map(math.isclose, parts, report.parts))
     return close and all(("update" in state[p]) == (p.grad is not None) for p in optimizer._group)
+
+
+def _same_penalty(optimizer: Riemannian, report: Report) -> bool:
+    """Whether the weight decay is about what it was at the last measurement: steps are not judged by another loss."""
+    decays = _decays(optimizer)
+    alike = (math.isclose(x, y, rel_tol=OTHERWISE) for x, y in zip(decays, report.decays))
+    return len(decays) == len(report.decays) and all(alike)
+
+
+def _decays(optimizer: Riemannian) -> list[float]:
+    """The weight decay of each param group."""
+    return [float(group["weight_decay"]) for group in optimizer.param_groups]
 
 
 def _parts(optimizer: Riemannian) -> list[float]:
@@ -107,10 +122,11 @@ def _largest(optimizer: Riemannian) -> float:
     return max(float(group["lr"]) for group in optimizer.param_groups)
 
 
-def retreat_(optimizer: Riemannian, model: QuadraticModel) -> bool:
+def retreat_(optimizer: Riemannian, model: QuadraticModel, judges: bool) -> bool:
     """Undo the steps since the last measurement if they did harm; the gradient of this minibatch is then of no use."""
     update, report = _way(optimizer), model.report
-    if not update or not model.judge(update, ranks_of(optimizer)):
+    harm = bool(update) and judges and model.judge(update, ranks_of(optimizer))
+    if not harm and not (update and _overshot(optimizer, model)):
         return False
     for p, before in before_way(update).items():
         if p.requires_grad:  # one frozen since then stays where it is
@@ -119,7 +135,29 @@ def retreat_(optimizer: Riemannian, model: QuadraticModel) -> bool:
         del optimizer.state[p]["update"]
     report.length, report.stride, report.steady = 0.0, 0, False
     report.retreats += 1
+    model.replay.look_again()
     return True
+
+
+def _overshot(optimizer: Riemannian, model: QuadraticModel) -> bool:
+    """Whether the steps since the last measurement went more than twice as far as they should, by the slope along them.
+
+    Asked only where another loss than the criterion's is backpropagated as well: the judge does not see that one, nor does
+    the quadratic model.
+    """
+    report = model.report
+    if not (report.mixed and report.stride and report.fall < 0):
+        return False
+    echo = sum(_slopes(optimizer, _gradients(optimizer))) / (report.stride * report.fall)
+    if echo >= -1:
+        return False
+    model.shorten(1 / (1 - echo))
+    return True
+
+
+def _gradients(optimizer: Riemannian) -> dict[Tensor, Tensor]:
+    """The gradient of each parameter that has one."""
+    return {p: optimizer._gradient(p) for p in optimizer._group if p.grad is not None}
 
 
 def own(optimizer: Riemannian, gradient: Direction) -> dict[Tensor, Tensor]:
@@ -183,9 +221,7 @@ def descend_(optimizer: Riemannian, model: QuadraticModel, measures: bool) -> No
     if measures:
         bounce.ask(optimizer, model, ranks_of(optimizer))
     report, parts, factor = model.report, _parts(optimizer), _factor(optimizer, model)
-    gradient: Direction = {
-        p: optimizer._gradient(p) for p in optimizer._group if p.grad is not None
-    }
+    gradient: Direction = _gradients(optimizer)
     other: dict[Tensor, Tensor] = dict(together.others(optimizer))
     if report.stride == 1:
         _listen(optimizer, report, gradient)
@@ -202,7 +238,7 @@ def descend_(optimizer: Riemannian, model: QuadraticModel, measures: bool) -> No
         rest.mark_(optimizer)
         steep = dot(gradient, known)
         best = _measure(optimizer, model, gradient, named, proposal, factor, largest, steep)
-        report.stride, report.parts = 0, parts
+        report.stride, report.parts, report.decays = 0, parts, _decays(optimizer)
     else:
         again = model.again(gradient, named, proposal.slopes, factor, largest, ranks_of(optimizer))
         best = dict(zip(named, again))

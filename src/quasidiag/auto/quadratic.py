@@ -26,8 +26,9 @@ from quasidiag.auto.replay import Batch, Replay
 from quasidiag.auto.report import STEPS, Report
 from quasidiag.outputs import OutputModel
 
-#: Weight of the old average of the quadratic forms when a new measurement, of a share of a minibatch, enters.
-FORMS = 0.5
+#: Weight of the old average of the quadratic forms when a new measurement, of a share of a minibatch, enters. It counts for
+#: ``MORE`` times the new one at most: a sharp curvature of the first steps would else shorten dozens of later ones.
+FORMS, MORE = 0.5, 2.0
 #: Unless ``step_fraction`` is given, that share is ``SHARE``, and ``MOST`` terms at most; in any case it is ``FEWEST`` terms
 #: at least, if there are as many.
 SHARE, MOST, FEWEST = 0.5, 2048, 128
@@ -48,6 +49,9 @@ LESS = 3
 #: times, because the further outputs move, the less their loss is a parabola. So are the very first step, and one after a
 #: step that did not keep its promise: less than ``TRUE`` of it came true.
 TRIALS, TRUE = 6, 0.5
+#: If more than this part of what a step promises, twice in a row, is another loss's than the criterion's, the slope along
+#: the last steps is looked at in each step: the judge does not see that loss.
+OTHER = 0.1
 #: If a trial fails, the step is shortened for the next one, to ``SHORTER`` of it at least: through many layers the loss is
 #: much steeper further on than a parabola. It is shortened to ``SHORTEST`` if the loss rose by ``FAR`` times itself.
 SHORTER, FAR = 0.5, 1e3
@@ -183,8 +187,10 @@ class QuadraticModel:
         """
         report, best = self.report, minimiser(linear, fisher)
         promise, besides = -0.5 * float(linear @ best), -0.5 * float((linear - slopes) @ best)
+        besides = besides if math.isfinite(besides) else 0.0
         most = room + size + max(0.0, min(besides, report.besides))
-        report.unbounded, report.besides = promise, besides if math.isfinite(besides) else 0.0
+        both = min(besides, report.besides) if report.usual else besides
+        report.unbounded, report.besides, report.mixed = promise, besides, both > OTHER * promise
         if promise > 0 and 0 < room < math.inf:
             grasp = math.log(promise * report.small) - math.log(room)
             report.grasp += report.fresh * (grasp - report.grasp)
@@ -288,7 +294,8 @@ class QuadraticModel:
         # An average with entries of other directions in it might not be a positive form.
         keep = FORMS if known.keys() == fresh.keys() else 0.0
         if all(map(math.isfinite, fresh.values())):
-            kept = {name: keep * known.get(name, x) + (1 - keep) * x for name, x in fresh.items()}
+            old = keep * _ratio(known, fresh, names) if keep else 0.0
+            kept = {name: old * known.get(name, x) + (1 - keep) * x for name, x in fresh.items()}
             self.report.forms = kept
         else:
             kept = known if keep else fresh
@@ -347,18 +354,25 @@ class QuadraticModel:
         most = min(promise, report.stride * math.exp(report.hope))
         if not report.actual < max(most, ROUNDING * abs(float(before))):
             # The parabola through the slope and the damage has its minimum at this part of the step.
-            part = promise / (report.actual + 2 * promise)
-            part = max(part, SHORTEST) if math.isfinite(report.actual) else SHORTEST
-            again = report.trend == 0.0  # no steps were kept since the last retreat
-            damping = (report.curvature + report.damping) / part - report.curvature
-            self._damp(damping, math.inf if again else report.damping)
-            report.trend = 0.0
+            # After two retreats in a row, which leave no trend, the damping has no upper bound.
+            self.shorten(promise / (report.actual + 2 * promise), bounded=report.trend != 0.0)
             return True
         # On the next minibatch nearly every second step raises the loss: what counts is the sum of the changes.
         report.trend = (1 - 1 / STEPS) ** report.stride * report.trend + report.actual
         change = report.rise if report.trend > 0 else DECAY
         self._damp(report.damping * change**report.stride, report.damping / 2)
         return False
+
+    def shorten(self, part: float, bounded: bool = False) -> None:
+        """Raise the damping so that the next step is ``part`` of the last measured one, ``SHORTEST`` at least.
+
+        Its usual upper bound holds if ``bounded``.
+        """
+        report = self.report
+        part = max(part, SHORTEST) if math.isfinite(part) else SHORTEST
+        damping = (report.curvature + report.damping) / part - report.curvature
+        self._damp(damping, report.damping if bounded else math.inf)
+        report.trend = 0.0
 
     def above(self, start: Direction, ranks: Any = None) -> float:
         """How much higher the loss is than with the parameters ``start``, relative to what it could fall from there.
@@ -415,6 +429,12 @@ def _slopes(
     found = dots(gradient, [named[name] for name in fresh]) if fresh else []
     known = {**along, **dict(zip(fresh, found))}
     return [known[name] for name in named]
+
+
+def _ratio(known: Mapping[str, float], fresh: Mapping[str, float], names: Sequence[str]) -> float:
+    """What multiplies the average of the forms, so that it is at most ``MORE`` times a new measurement."""
+    before, now = (sum(forms[f"{name}, {name}"] for name in names) for forms in (known, fresh))
+    return min(1.0, MORE * now / before) if before > 0 < now else 1.0
 
 
 def _gain(part: float) -> float:

@@ -37,7 +37,8 @@ Moved = tuple[Tensor, Tensor, list[Tensor]]
 AT_ONCE = 2**16
 #: In one of so many forward passes it is checked whether the model draws from generators that are not torch's: reading
 #: their states takes longer than all else here. The number is prime, so that calls that repeat in a cycle are all checked
-#: sooner or later. Once a model was seen to draw from them, their states are recorded in every pass.
+#: sooner or later. So is the pass after a retreat. Once a model was seen to draw from them, their states are recorded in
+#: every pass.
 LOOK = 47
 #: A negative total of weights is taken for zero if it is less than this, relative to the sum of their absolute values.
 ROUNDING = 1e-6
@@ -109,6 +110,10 @@ class Replay:
         self._calls.call_back()
         self._judgements.call_back()
         self._around, self._last, self._used = None, None, []
+
+    def look_again(self) -> None:
+        """Look at the generators in the next pass: a step did harm, perhaps because a replay drew other numbers."""
+        self._passes = 0
 
     def restart(self) -> None:
         """Forget which minibatches were backpropagated; those of forward passes without a backward pass yet are kept."""

@@ -37,6 +37,7 @@ class Report:
         hope: Average of the logarithm of ``promise``.
         unbounded: Decrease that the undamped model would promise if the loss could fall below its least value.
         besides: Part of ``unbounded`` that is another loss's (a penalty's): the gradient's slope beyond the criterion's own.
+        mixed: Whether that part was considerable in the last two measured steps.
         grasp: Average logarithm of ``unbounded`` relative to what the loss could fall; less for small minibatches.
         stride: Number of steps since the last measurement, the measured one included.
         actual: Change of the loss over the steps that were judged last, on the minibatch after them.
@@ -66,6 +67,7 @@ class Report:
         coefficients: Coefficient of each direction in the last measured step, at a factor of 1.
         slopes: Slope of the loss along each direction of the last measured step.
         parts: The ``lr`` of each param group at the last measured step, relative to the largest.
+        decays: Weight decay of each param group in the last measured step.
         footing: Mean :math:`ρ^2` of all layers when it was first measured: how much their weights count.
         strengths: Logarithm of each layer's :math:`ρ` relative to the mean of all; ``None`` until it moves.
         falls: Change of the loss that the slope alone predicts for each layer's part of the last measured step; at the end,
@@ -85,6 +87,7 @@ class Report:
     hope: float = 0.0
     unbounded: float = 0.0
     besides: float = 0.0
+    mixed: bool = False
     grasp: float = 0.0
     stride: int = 0
     actual: float = float("nan")
@@ -112,6 +115,7 @@ class Report:
     coefficients: dict[str, float] = field(default_factory=dict)
     slopes: dict[str, float] = field(default_factory=dict)
     parts: list[float] = field(default_factory=list)
+    decays: list[float] = field(default_factory=list)
     footing: float = 0.0
     strengths: list[float | None] = field(default_factory=list)
     falls: list[float] = field(default_factory=list)
