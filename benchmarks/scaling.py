@@ -1,10 +1,10 @@
-"""Bytes that the ranks send each other per step: measured here on two ranks, and what they cost on many GPUs.
+"""Bytes that the ranks send each other per step: measured on two ranks, with an estimate of their time on many GPUs.
 
     python benchmarks/scaling.py
 
 Two processes train over gloo, and every tensor that quasidiag hands to a collective is counted, next to the gradients
-that DDP and ``fully_shard`` reduce. What K-FAC and Shampoo would send for the same layers is counted from their shapes. The
-times are arithmetic under the assumptions of :data:`CLUSTERS`; nothing of them was measured.
+that DDP and ``fully_shard`` reduce. What K-FAC and Shampoo would send for the same layers is computed from their shapes.
+The times are computed under the assumptions of :data:`CLUSTERS`, not measured.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ import quasidiag.distributed
 
 
 class Cluster(NamedTuple):
-    """An assumption: what one GPU sends per second, and how long the smallest message takes per doubling of ranks."""
+    """An assumed cluster: the bytes that a GPU sends per second, and the latency of a message per doubling of ranks."""
 
     gpus: int
     bytes_per_second: float
@@ -36,7 +36,7 @@ class Cluster(NamedTuple):
 
 
 CLUSTERS = [Cluster(8, 200e9, 5e-6), Cluster(64, 25e9, 10e-6), Cluster(1024, 25e9, 10e-6)]
-#: Sides longer than this get no matrix in K-FAC and Shampoo (a vocabulary's, say).
+#: K-FAC and Shampoo keep no matrix for sides of a weight longer than this (such as the vocabulary).
 LONGEST = 4096
 VOCABULARY, WIDTH, DEPTH, LENGTH = 8192, 512, 6, 32
 
@@ -81,7 +81,7 @@ MODELS = {"perceptron": perceptron, "transformer": transformer}
 
 
 class Meter:
-    """``torch.distributed`` with the bytes of its collectives counted."""
+    """Stands in for ``torch.distributed`` and counts the bytes and calls of its collectives."""
 
     def __init__(self) -> None:
         self.bytes, self.calls = 0, 0
@@ -93,21 +93,21 @@ class Meter:
 
         def counted(*args: Any, **options: Any) -> Any:
             tensors = [x for x in (*args, *options.values()) if isinstance(x, Tensor)]
-            self.bytes += max(x.numel() * x.element_size() for x in tensors)  # the whole one
+            self.bytes += max(x.numel() * x.element_size() for x in tensors)  # the unsharded one
             self.calls += 1
             return function(*args, **options)
 
         return counted
 
 
-def reduce(meter, bucket):  # DDP looks at the annotations
-    """What DDP does with its gradients, counted."""
+def reduce(meter, bucket):  # no annotations: DDP refuses those that are strings
+    """Average DDP's gradients as it does by itself, but counted by ``meter``."""
     work = meter.all_reduce(bucket.buffer(), async_op=True)
     return work.get_future().then(lambda done: done.value()[0].div_(dist.get_world_size()))
 
 
 class Measured(NamedTuple):
-    """Of one step: what DDP or ``fully_shard`` sends on its own account, and what quasidiag adds."""
+    """Bytes and calls of one step: DDP's or ``fully_shard``'s (``others``), and those quasidiag adds (``own``)."""
 
     parameters: int
     others: int
@@ -118,7 +118,7 @@ class Measured(NamedTuple):
 
 
 def measure(rank: int, folder: str, name: str, way: str, reduction: str) -> None:
-    """Train three steps on two ranks and note the bytes of the last one."""
+    """Train three steps as one of two ranks, and save the bytes and calls of the last step in ``folder``."""
     os.environ["GLOO_SOCKET_IFNAME"] = "lo"
     torch.set_num_threads(1)
     dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=2)
@@ -159,7 +159,7 @@ def on_two_ranks(name: str, way: str, reduction: str = "quasi-diagonal") -> Meas
 
 
 def kfac(linear: list[tuple[int, int]]) -> int:
-    """Bytes of K-FAC's two factors per layer, of its inputs (with the bias) and of its outputs."""
+    """Bytes of K-FAC's two factors per layer: one for its inputs (with the bias), one for its outputs."""
     return 4 * sum(side**2 for m, n in linear for side in (m, n + 1) if side <= LONGEST)
 
 
@@ -169,7 +169,7 @@ def shampoo(linear: list[tuple[int, int]]) -> int:
 
 
 def milliseconds(size: float, cluster: Cluster, rounds: float, calls: float = 1) -> float:
-    """``rounds`` is 2 for a ring all-reduce, 1 for a reduce-scatter or an all-gather."""
+    """Estimated time to send ``size`` bytes; ``rounds`` is 2 for a ring all-reduce, 1 for reduce-scatter or all-gather."""
     wire = rounds * size * (cluster.gpus - 1) / cluster.gpus
     wait = calls * cluster.latency * math.log2(cluster.gpus)
     return 1e3 * (wire / cluster.bytes_per_second + wait)

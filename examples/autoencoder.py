@@ -1,6 +1,6 @@
 """An autoencoder, next to Adam: the task on which the natural gradient gains most, with a learning rate and without.
 
-A narrow middle layer makes the loss badly conditioned: few directions are steep, most are flat. The metric knows which.
+A narrow middle layer makes the loss badly conditioned: few directions are steep, most are flat. The metric tells which.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ def network() -> nn.Sequential:
 def train(
     x: Tensor, epochs: int, choose: Callable[[nn.Module, nn.Module], Optimizer]
 ) -> list[float]:
-    """The same network and the same minibatches for every optimizer."""
+    """Train the same network on the same minibatches for every optimizer; return the loss of every epoch."""
     torch.manual_seed(0)
     model, criterion = network(), qd.Bernoulli()
     optimizer = choose(model, criterion)
@@ -44,7 +44,7 @@ def train(
 
 
 def main(epochs: int = 6, digits: int = 5000) -> list[float]:
-    """Print each optimizer's training loss (nats an image) of every epoch; return that without a learning rate."""
+    """Print each optimizer's training loss (nats per image) of every epoch; return that of ``qd.Riemannian``."""
     pixels, _ = mnist_data()
     x = torch.tensor(pixels / 255, dtype=torch.float32)
     x = x[torch.randperm(len(x), generator=torch.Generator().manual_seed(0))[:digits]]

@@ -20,7 +20,7 @@ CONTEXT = 64
 
 
 def text() -> str:
-    """Code and documentation written by people, a few hundred thousand characters of it, in ASCII."""
+    """The source of a few modules: a few hundred thousand ASCII characters of code and documentation."""
     modules = (argparse, collections, inspect, json, string, textwrap, threading)
     found = "".join(inspect.getsource(module) for module in modules)
     return "".join(character for character in found if character in string.printable)
@@ -73,7 +73,7 @@ def write(model: GPT, start: Tensor, count: int) -> Tensor:
 
 
 def main(steps: int = 400, batch: int = 32) -> list[float]:
-    """Train, and print a sample; return the mean loss (nats a character) of every tenth of the steps."""
+    """Train, and print a sample; return the mean loss (nats per character) of every tenth of the steps."""
     torch.manual_seed(0)
     corpus = text()
     alphabet = sorted(set(corpus))

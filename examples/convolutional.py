@@ -1,4 +1,4 @@
-"""A convolutional classifier. A unit is one output channel: its block is its bias and its filter."""
+"""A convolutional classifier. A unit of the metric is one output channel; its block is the bias and the filter."""
 
 from __future__ import annotations
 

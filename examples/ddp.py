@@ -1,8 +1,8 @@
-"""Several GPUs (or processes) with DistributedDataParallel: nothing of the optimizer changes.
+"""Several GPUs (or processes) with DistributedDataParallel: the optimizer is used as before.
 
     torchrun --nproc-per-node=2 examples/ddp.py
 
-Every rank sees its own part of the data; the metric is that of all ranks' samples together.
+Every rank sees its own part of the data; the metric is computed from the samples of all ranks.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ def main(epochs: int = 5, digits: int = 5000) -> list[float]:
         for inputs, targets in loader:
             optimizer.zero_grad()
             loss = criterion(model(inputs.to(device)), targets.to(device))
-            loss.backward()  # gradients and moments leave for the other ranks while this runs
+            loss.backward()  # meanwhile gradients and moments are sent to the other ranks
             optimizer.step()
             total += torch.stack([loss.detach() * len(inputs), torch.ones_like(loss) * len(inputs)])
         dist.all_reduce(total)

@@ -1,9 +1,9 @@
-"""Parameters, gradients and metric in shards with ``fully_shard``, and a checkpoint for any number of ranks.
+"""Parameters, gradients and metric sharded with ``fully_shard``, and a checkpoint that any number of ranks can load.
 
     torchrun --nproc-per-node=2 examples/fsdp2.py --checkpoint digits
 
-``fully_shard`` deals out the rows of every weight. A row is a unit's block, so each rank solves for its own units; the
-metric is sharded like the weights. Run it again, on as many ranks as you like, and it goes on from the checkpoint.
+``fully_shard`` distributes the rows of every weight. A row is a unit's block, so each rank solves for its own units; the
+metric is sharded like the weights. Run it again, on any number of ranks, and it goes on from the checkpoint.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ def main(epochs: int = 5, digits: int = 5000, checkpoint: str | None = None) -> 
             fully_shard(layer)
     fully_shard(model)
     criterion = qd.Categorical()
-    optimizer = qd.QDOP(model, criterion, lr=3e-3, metric_start=50)  # after fully_shard
+    optimizer = qd.QDOP(model, criterion, lr=3e-3, metric_start=50)  # must follow fully_shard
 
     if checkpoint and Path(checkpoint, ".metadata").exists():
         weights, state = get_state_dict(model, optimizer)

@@ -32,7 +32,7 @@ class Digits(Dataset[dict[str, torch.Tensor]]):
 
 
 def main(epochs: int = 5, digits: int = 5000) -> list[float]:
-    """Train a classifier of 16 patches; return the training loss of every epoch."""
+    """Train a classifier that sees a digit as 16 patches; return the training loss of every epoch."""
     torch.manual_seed(0)
     config = ViTConfig(
         image_size=28,
@@ -44,8 +44,8 @@ def main(epochs: int = 5, digits: int = 5000) -> list[float]:
         intermediate_size=96,
         hidden_dropout_prob=0.0,
         attention_probs_dropout_prob=0.0,
-        initializer_range=48
-        ** -0.5,  # of the width, instead of 0.02: nothing should start out almost zero
+        # 1/√hidden_size instead of 0.02, with which weights start almost at zero.
+        initializer_range=48**-0.5,
         num_labels=10,
     )
     model = ViTForImageClassification(config)

@@ -29,7 +29,10 @@ def train(
     steps: int,
     every: int = 0,
 ) -> tuple[list[float], qd.Posterior]:
-    """The usual loop. In its second half a sample is kept ``every`` so many steps; else only the end is."""
+    """Train, and return the losses and the posterior.
+
+    It keeps a sample ``every`` so many steps of the second half, or only the final network if ``every`` is 0.
+    """
     posterior, losses = qd.Posterior(model), []
     for step in range(1, steps + 1):
         rows = torch.randint(len(x), (batch,)) if batch < len(x) else slice(None)
@@ -44,7 +47,7 @@ def train(
 
 
 def curve(n: int) -> tuple[Tensor, Tensor]:
-    """Noisy points of a curve, none in the middle of it."""
+    """``n`` noisy points of a curve, none of them in its middle, |x| < 0.25."""
     x = 2 * torch.rand(n, 1) - 1
     x = torch.where(x.abs() < 0.25, x.sign() * (0.25 + 3 * x.abs()), x)
     return x, truth(x) + NOISE * torch.randn(n, 1)
@@ -59,7 +62,7 @@ def regressor() -> nn.Sequential:
 
 
 def regression(steps: int, members: int = 5, data: int = 0) -> dict[str, tuple[Tensor, Tensor]]:
-    """By method: outputs on a grid of every member or sample, and the points that were learned from."""
+    """For each method, the outputs of every member or sample on a grid, and the training points."""
     torch.manual_seed(1000 + data)
     (x, t), criterion = curve(30), qd.Gaussian(NOISE)
     grid, ends = torch.linspace(-1, 1, 400).unsqueeze(1), []
@@ -81,7 +84,7 @@ def regression(steps: int, members: int = 5, data: int = 0) -> dict[str, tuple[T
 
 
 def judge_curve(outputs: Tensor) -> str:
-    """Of held-out points everywhere, the gap included: NLL of the mixture, and how many a 90 % band covers."""
+    """On held-out points everywhere, including the gap: NLL of the mixture, and the share that a 90 % band covers."""
     grid = torch.linspace(-1, 1, outputs.shape[1]).unsqueeze(1)
     random = torch.Generator().manual_seed(9)
     targets = truth(grid) + NOISE * torch.randn(200, *grid.shape, generator=random)
@@ -109,7 +112,7 @@ def judge_digits(p: Tensor, t: Tensor) -> str:
 
 
 def digits(name: str, steps: int, members: int = 5) -> list[float]:
-    """Print what each method makes of the held-out digits; return the loss along the first Langevin run."""
+    """Print how well each method predicts held-out digits; return the loss at every step of the first Langevin run."""
     data = datasets.load(name)
     x, t = torch.tensor(data.inputs).float() / 255, torch.tensor(data.labels).long()
     n = min(5000, data.train_size)
@@ -148,7 +151,7 @@ def digits(name: str, steps: int, members: int = 5) -> list[float]:
 
 
 def main(data: str = "mnist-5k", steps: int = 2000, curve_steps: int = 2000) -> list[float]:
-    """Both comparisons; the training loss of the Langevin run on digits, by tenths of it."""
+    """Do both comparisons; return the mean training loss of the first Langevin run on digits for each tenth of it."""
     for name, (outputs, _) in regression(curve_steps).items():
         print(f"{name:15} {judge_curve(outputs)}")
     losses = digits(data, steps)

@@ -1,4 +1,4 @@
-"""Regression where every output has a noise of its own, learned with the network.
+"""Regression in which the noise of every output is learned together with the network.
 
 From the upper half of a digit, predict its lower half. Some of the 32 pixels are nearly certain (the corners are always
 blank), others are anyone's guess. A squared error weighs them all alike; the likelihood weighs each by its own σ.
@@ -20,7 +20,7 @@ def main(epochs: int = 20, digits: int = 1797) -> list[float]:
     x, y = images[:, :32], images[:, 32:]
 
     model = nn.Sequential(nn.Linear(32, 100), nn.Tanh(), nn.Linear(100, 32))
-    criterion = qd.LearnedGaussian(32, min_std=1 / 16)  # grey levels come in sixteenths
+    criterion = qd.LearnedGaussian(32, min_std=1 / 16)  # grey levels are multiples of 1/16
     optimizer = qd.QDMCNat(model, criterion, lr=1e-2, metric_start=100)
 
     losses = []

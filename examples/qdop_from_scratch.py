@@ -1,7 +1,7 @@
 """QDOP from the paper's two routines, on top of plain torch gradients.
 
 The whole method is two functions: `qd_rank_one_update` adds one gradient to the metric, `qd_solve` applies
-its inverse. They know nothing of networks, so this is also how to use them with anything that has blocks of
+its inverse. They do not depend on networks, so this is also how to use them with anything that has blocks of
 parameters. `qd.QDOP` does the same without ever building a per-sample gradient, many times faster.
 
     python examples/qdop_from_scratch.py
@@ -22,7 +22,7 @@ LR, GAMMA, EPS, BATCH = 1e-2, 0.01, 1e-8, 250
 
 @cache
 def digits() -> tuple[Tensor, Tensor]:
-    """5,000 real handwritten digits, in an order of their own."""
+    """5,000 real handwritten digits, in a fixed random order."""
     x, t = map(torch.from_numpy, mnist_data())
     order = torch.randperm(len(x), generator=torch.Generator().manual_seed(0))
     return x[order] / 255, t[order].long()
@@ -34,7 +34,7 @@ def network() -> nn.Sequential:
 
 
 class QDOP:
-    """Quasi-diagonal outer product, as Algorithm 1 and the paper's implementation guide say."""
+    """Quasi-diagonal outer product, as in Algorithm 1 and the paper's implementation guide."""
 
     def __init__(self, model: nn.Module) -> None:
         self.model = model

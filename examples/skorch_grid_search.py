@@ -15,7 +15,7 @@ import quasidiag as qd
 
 
 class RiemannianClassifier(NeuralNetClassifier):
-    """A skorch classifier whose optimizer sees the module and the criterion, not the parameters alone."""
+    """A skorch classifier whose optimizer gets the module and the criterion, not only the parameters."""
 
     def initialize_optimizer(self, *args: Any, **kwargs: Any) -> RiemannianClassifier:
         _, options = self.get_params_for_optimizer("optimizer", [])

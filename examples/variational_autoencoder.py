@@ -1,6 +1,6 @@
-"""A variational autoencoder: Bernoulli pixels, and a prior term of which the criterion knows nothing.
+"""A variational autoencoder: Bernoulli pixels, and a prior term that is not part of the criterion.
 
-The loss may hold more than the criterion: the outer product metric is taken from the gradient of the whole.
+The loss may have terms besides the criterion: the outer product metric is taken from the gradient of the whole loss.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ class VAE(nn.Module):
 
 
 def main(epochs: int = 8, digits: int = 5000) -> list[float]:
-    """Train on real handwritten digits; return the loss (nats an image, minus the evidence bound) of every epoch."""
+    """Train on real handwritten digits; return the loss (minus the evidence bound, in nats per image) of every epoch."""
     torch.manual_seed(0)
     pixels, _ = mnist_data()
     x = torch.tensor(pixels / 255, dtype=torch.float32)[torch.randperm(len(pixels))[:digits]]

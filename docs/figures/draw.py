@@ -44,13 +44,13 @@ def save(name: str) -> None:
 
 
 def patients() -> tuple[np.ndarray, np.ndarray]:
-    """Body mass index and blood pressure of 442 patients as measured, and their disease's progression."""
+    """Body mass index and blood pressure of 442 patients, unscaled, and the progression of their disease, with std 1."""
     data = load_diabetes(scaled=False)
     return data.data[:, [2, 3]], data.target / data.target.std()
 
 
 def ball(axes: Axes, metric: np.ndarray, **style: object) -> None:
-    """The directions d with dᵀMd = 1: how far a step of length one goes."""
+    """Draw the ellipse dᵀMd = 1, that is all steps d of length one in the metric M."""
     angle = np.linspace(0, 2 * np.pi, 400)
     values, vectors = np.linalg.eigh(metric)
     points = vectors @ (np.stack([np.cos(angle), np.sin(angle)]) / np.sqrt(values)[:, None])
@@ -58,7 +58,7 @@ def ball(axes: Axes, metric: np.ndarray, **style: object) -> None:
 
 
 def metric() -> None:
-    """What each reduction believes of a linear unit with two uncentred inputs."""
+    """The metric of a linear unit with two uncentred inputs: the full block, and its two reductions."""
     inputs, _ = patients()
     a = np.concatenate([np.ones((len(inputs), 1)), inputs], axis=1)
     full = a.T @ a / len(a)
@@ -74,9 +74,9 @@ def metric() -> None:
             ("diagonal", diagonal, DIAGONAL, 2),
             ("quasi-diagonal", quasi, QUASI, 2),
         ):
-            # What is not shown moves along, wherever that is cheapest: the Schur complement.
+            # The parameter that is not shown moves along so that the length is least: the Schur complement.
             shown = np.linalg.inv(np.linalg.inv(m)[np.ix_(pick, pick)])
-            if axes is left:  # one input alone with its bias
+            if axes is left:  # a unit with this one input and its bias only
                 shown = m[np.ix_(pick, pick)]
             ball(axes, shown, color=color, lw=width, label=name)
     left.set(title="the bias and one weight", xlabel="bias", ylabel="weight of the body mass index")
@@ -139,11 +139,10 @@ def digits(count: int) -> tuple[Tensor, Tensor]:
 
 
 def twins() -> None:
-    """Black on white or white on black: how far two networks that began as one function drift apart."""
+    """How far two networks that start as the same function drift apart if one sees x and the other 1 − x."""
     x, t = digits(5000)
-    x = x[
-        :, (x > 0).double().mean(0) > 1 / 3
-    ]  # without eps, a pixel that is rarely lit makes any training chaos
+    # Only pixels that are often lit: with the others, and without eps, training is chaotic.
+    x = x[:, (x > 0).double().mean(0) > 1 / 3]
     torch.manual_seed(0)
     sizes = [x.shape[1], 12, 10, 10]
     layers = [nn.Linear(n, m) for n, m in itertools.pairwise(sizes)]
@@ -207,7 +206,7 @@ def autoencoder() -> None:
 
 
 def langevin() -> None:
-    """What examples/langevin.py predicts of its curve: mean and 90 % band, the networks themselves thin."""
+    """The predictions of examples/langevin.py for its curve: mean and 90 % band, single networks as thin lines."""
     sys.path.insert(0, str(ASSETS.parent.parent / "examples"))
     import langevin as example
 

@@ -1,4 +1,4 @@
-"""Docstrings are written for readers of the source, in reStructuredText's roles; the site speaks Markdown."""
+"""Translates docstrings for the site: they are written with reStructuredText's roles, and the site needs Markdown."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ RULE = re.compile(r"^ *=+(?: +=+)+ *$")
 
 
 def to_markdown(text: str) -> str:
-    """Roles become code, formulas the site's formulas, simple tables Markdown tables, ``::`` a code block."""
+    """Turn roles into code, formulas into the site's notation, simple tables into Markdown, and ``::`` into a code block."""
     text = BLOCK.sub(_display, text)
     text = _tables(text)
     text = MATH.sub(r"\\(\1\\)", text)
     text = ROLE.sub(lambda match: f"`{match[2]}`", text)
-    text = re.sub(r"(?<![`\w])(\[\w+\]\[\w+\])", r"`\1`", text)  # indices, not a link
+    text = re.sub(r"(?<![`\w])(\[\w+\]\[\w+\])", r"`\1`", text)  # [i][j] are indices, not a link
     return re.sub(r"::\n\n((?: {4,}.*\n?|\n)+)", _literal, text)
 
 

@@ -1,7 +1,7 @@
 """Time full training steps of every optimizer, in turns, beside those of SGD or AdamW.
 
-A table a network: milliseconds, the ratio to the base and what it must be at least by its count of multiplications, and
-the memory; then the cost against width, depth, batch and classes.
+There is one table per network, with milliseconds, the ratio to the base, the least that this ratio can be by its count
+of multiplications, and the memory; then come tables of the cost against width, depth, batch size and classes.
 """
 
 from __future__ import annotations
@@ -71,7 +71,7 @@ def add_parser(subparsers: Any) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Measure (or read), write, print."""
+    """Measure, or read earlier results; then write, draw and print them."""
     found, missing = peers.installed() if arguments.peers else ({}, {})
     results = _read(arguments.source) if arguments.source else {"preset": arguments.preset}
     if arguments.into:
@@ -103,12 +103,12 @@ def run(arguments: argparse.Namespace) -> int:
         arguments.into.write_text(page, encoding="utf-8")
     if arguments.plot:
         show.plot(results, arguments.plot)
-    print(show.tables(results))  # at the end: whoever reads may stop listening
+    print(show.tables(results))  # last: the reader of a pipe may close it early
     return 0
 
 
 def _read(source: Path) -> dict[str, Any]:
-    """Earlier results."""
+    """The results that an earlier call wrote with ``--json``."""
     try:
         results = json.loads(source.read_text(encoding="utf-8"))
     except ValueError:

@@ -1,4 +1,4 @@
-"""Who is timed: a training step each, on a network of its own."""
+"""The contenders: each is a training step on its own copy of the network."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from quasidiag.bench.workloads import Workload
 
 
 class Step:
-    """Forward, backward and update on the workload's batch, as anybody would write it."""
+    """Forward, backward and update on the workload's batch, as in an ordinary training loop."""
 
     def __init__(
         self, workload: Workload, make: Callable[[nn.Module, qd.OutputModel], Optimizer]
@@ -23,7 +23,7 @@ class Step:
         self.model = workload.copy()
         self.criterion = qd.Categorical().to(workload.device)
         self.optimizer = make(self.model, self.criterion)
-        #: The criterion of quasidiag where its optimizer reads the outputs from it, PyTorch's own elsewhere.
+        #: quasidiag's criterion for its own optimizers, which read the outputs from it; PyTorch's for all others.
         self.loss: Callable[[Tensor, Tensor], Tensor] = self._plain_loss
         if isinstance(self.optimizer, qd.Riemannian):
             self.loss = self.criterion
@@ -40,7 +40,7 @@ class Step:
         self.optimizer.step()
 
     def state_bytes(self) -> int:
-        """What the optimizer keeps from one step to the next."""
+        """The bytes of the tensors in the optimizer's state."""
         return sum(
             t.numel() * t.element_size()
             for state in self.optimizer.state.values()
@@ -53,12 +53,12 @@ Make = Callable[[Workload], Callable[[], object]]
 
 
 def torch_optimizer(kind: Callable[..., Optimizer], **options: Any) -> Make:
-    """A contender from ``torch.optim`` and its like."""
+    """A contender whose optimizer takes parameters, as those of ``torch.optim`` do."""
     return lambda workload: Step(workload, lambda model, _: kind(model.parameters(), **options))
 
 
 def ours(kind: Callable[..., Optimizer], **options: Any) -> Make:
-    """A contender from quasidiag."""
+    """A contender whose optimizer takes model and criterion, as those of quasidiag do."""
 
     def make(workload: Workload) -> Step:
         more = {"capturable": True} if workload.device.type == "cuda" else {}
@@ -78,12 +78,12 @@ PAPER: dict[str, Make] = {
     "QDNat": ours(qd.QDNat),
 }
 
-#: Nothing to tune: the step measures its own length.
+#: Without a learning rate: the optimizer computes the length of its step.
 AUTOMATIC: dict[str, Make] = {
     "Riemannian (auto)": lambda workload: Step(workload, qd.Riemannian),
 }
 
-#: The metric on a share of the samples, or every few steps.
+#: A cheaper metric: taken on a share of the samples, or only every few steps.
 AMORTISED: dict[str, Make] = {
     "QDOP, metric on 1/10": ours(qd.QDOP, metric_fraction=0.1),
     "QDOP, metric every 10": ours(qd.QDOP, metric_every=10),

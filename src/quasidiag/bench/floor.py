@@ -2,8 +2,8 @@
 
 Multiplications are those of the dense products. With :math:`F = \\sum N·in·out` over the layers and :math:`B` the same
 without the layers whose input needs no gradient, a plain step makes ``F`` forward, ``F`` for the weights' gradients and
-``B`` for the inputs'. A metric adds one product a kept moment and one backward pass a vector, to the pre-activations
-alone:
+``B`` for the inputs'. A metric adds one product of size ``F`` per number kept for each weight, and the backward passes
+below, each of size ``B``, as they compute no gradients of weights:
 
 =============  ==========================  ====================
 metric         backward passes             numbers kept
@@ -29,18 +29,18 @@ from quasidiag.bench.workloads import Workload
 
 
 class Floor(NamedTuple):
-    """Counted work of one step."""
+    """The counted work of one step."""
 
     multiplications: float
     bytes: float
 
     def ms(self, per_ms: tuple[float, float]) -> float:
-        """At the measured rates of a product and of a copy."""
+        """Milliseconds at the measured rates ``per_ms`` of multiplications in a product and of bytes in a copy."""
         return self.multiplications / per_ms[0] + self.bytes / per_ms[1]
 
 
 def step(workload: Workload) -> Floor:
-    """A plain step with SGD: whatever products the network makes, attention included."""
+    """The floor of a step with SGD: all products that the network makes, including those of attention."""
     model = workload.copy()
     with FlopCounterMode(display=False) as counter:
         with workload.precision():
@@ -53,7 +53,10 @@ def step(workload: Workload) -> Floor:
 
 
 def metric(workload: Workload, kept: int, vectors: int, fraction: float = 1.0) -> Floor:
-    """What a metric adds: ``kept`` numbers a weight and ``vectors`` backward passes."""
+    """What a metric adds that keeps ``kept`` numbers per weight and makes ``vectors`` backward passes.
+
+    ``fraction`` is the share of the samples, or of the steps, on which the metric is taken.
+    """
     forward = backward = 0
     for module, samples, needs in _dense(workload):
         size = samples * module.weight.numel()
@@ -81,7 +84,7 @@ def _dense(workload: Workload) -> list[tuple[nn.Linear, int, bool]]:
     return seen
 
 
-#: How many numbers and backward passes each algorithm adds; the last is for K classes.
+#: For each algorithm, numbers kept per weight and backward passes; None stands for K - 1 passes with K classes.
 COSTS: dict[str, tuple[int, int | None]] = {
     "DOP": (1, 0),
     "QDOP": (2, 0),
@@ -93,7 +96,7 @@ COSTS: dict[str, tuple[int, int | None]] = {
 
 
 def of(name: str, workload: Workload, classes: int) -> Floor | None:
-    """The floor of a contender by its name, where it is known."""
+    """The floor of the contender ``name``; None where it is not known."""
     base = step(workload)
     algorithm, _, share = name.partition(", metric ")
     if algorithm == "SGD":

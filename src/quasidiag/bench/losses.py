@@ -1,8 +1,8 @@
 """Does the cheaper metric train as well? Training loss after each epoch on MNIST, full metric beside amortised.
 
-The paper's classifier, 784-800-800-10 with sigmoids, from the authors' start, minibatches of 500 in the order of the
-file. When the metric is updated only every k steps, its moving average takes :math:`1 - (1-γ)^k` at once, so that it
-looks back over as many samples as before.
+It trains the paper's classifier, 784-800-800-10 with sigmoids, from the authors' initialisation, on minibatches of 500 in
+the order of the file. When the metric is updated only every k steps, the weight of an update in its moving average is
+:math:`1 - (1-γ)^k`, so that it averages over as many steps as before.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from quasidiag.experiments.config import Config
 from quasidiag.experiments.models import build
 
 BATCH, GAMMA = 500, 0.01
-#: The step sizes at which they are compared.
+#: The step sizes at which the variants are compared.
 RATES = (1e-3, 3e-4)
 
 
@@ -29,7 +29,7 @@ def every(k: int) -> dict[str, Any]:
     return {"metric_every": k, "gamma": 1 - (1 - GAMMA) ** k}
 
 
-#: Each algorithm with its full metric first.
+#: The part of a name before the comma is the variant with the full metric, with which it is compared.
 VARIANTS: dict[str, tuple[type[qd.Riemannian], dict[str, Any]]] = {
     "QDOP": (qd.QDOP, {}),
     "QDOP, metric every 5": (qd.QDOP, every(5)),
@@ -53,7 +53,7 @@ def run(
     dataset: str = "mnist",
     rates: Sequence[float] = RATES,
 ) -> list[dict[str, Any]]:
-    """For each step size: losses after each epoch, and each variant's largest departure from its full metric's."""
+    """For each step size: losses after each epoch, and each variant's largest relative difference to the full metric."""
     data = datasets.load(dataset, data_dir)
     assert data.labels is not None
     n = data.train_size

@@ -1,4 +1,4 @@
-"""Runs a preset: races, curves and the update alone, into one plain dictionary."""
+"""Runs a preset (races, curves, and the update alone) and returns the results as one plain dictionary."""
 
 from __future__ import annotations
 
@@ -22,14 +22,15 @@ from quasidiag.bench.workloads import Workload
 from quasidiag.kernels.rule import Rule
 
 Say = Callable[[str], None]
-#: Seconds that a first step may take. On a CPU without bfloat16 a step of Muon takes three hundred times SGD's.
+#: Contenders whose first step takes more seconds than this are left out. On a CPU without bfloat16 a step of Muon takes
+#: three hundred times SGD's.
 LONGEST = 5.0
 
 
 def run(
     preset: Preset, peers: Mapping[str, Make], rounds: int | None, say: Say, busy: bool = False
 ) -> dict[str, Any]:
-    """Everything that the preset asks for; on a ``busy`` machine, the processor time of one thread."""
+    """Measure everything that the preset asks for; with ``busy``, in processor time, on one thread."""
     device = torch.device(preset.device)
     timing.prepare()
     if busy:
@@ -54,14 +55,14 @@ def add_peers(
     say: Say,
     busy: bool = False,
 ) -> None:
-    """Time the peers beside a few of ours, and put them after the preset's own races."""
+    """Time the peers beside a few of ours, and put the result after the preset's own races, replacing an earlier one."""
     timing.prepare()
     item = beside_others(preset.races[0])
     results["races"][len(preset.races) :] = [race(item, peers, rounds, say, busy)]
 
 
 def beside_others(item: Race) -> Race:
-    """The same workload with few of ours and fewer rounds: a step of some peers takes as long as thirty of SGD's."""
+    """``item`` with few of ours and fewer rounds, because a step of some peers takes as long as thirty of SGD's."""
     few = {name: item.contenders[name] for name in (item.base, "QDOP", "QDMCNat", "QDNat")}
     return replace(item, contenders=few, rounds=5, title="beside other packages")
 
@@ -69,7 +70,7 @@ def beside_others(item: Race) -> Race:
 def race(
     item: Race, peers: Mapping[str, Make], rounds: int | None, say: Say, busy: bool = False
 ) -> dict[str, Any]:
-    """Time everybody on one workload; who fails is left out, with the reason."""
+    """Time all contenders on one workload; those that fail are left out, with the reason in ``failed``."""
     workload = item.workload()
     classes = _classes(workload)
     calls, steps, failed = _prepare(workload, {**item.contenders, **peers})
@@ -125,7 +126,7 @@ def _prepare(
                 timing.captured(step, partial(_generators, step)) if workload.graph else step
             )
             steps[name] = step
-        except Exception as error:  # a peer may fail in any way: that is a result too
+        except Exception as error:  # a peer may fail in any way, which is reported
             failed[name] = f"{type(error).__name__}: {error}"[:300]
     return calls, steps, failed
 
@@ -155,7 +156,7 @@ def _curve(curve: Curve, rounds: int | None, say: Say, busy: bool) -> dict[str, 
 
 
 def update(shape: tuple[int, int], device: torch.device, busy: bool = False) -> dict[str, Any]:
-    """The update of one layer alone: solve, and step of the parameters, as a share of a copy's bandwidth."""
+    """Time the update of one layer alone (solve and parameter step); its bandwidth is a share of a copy's."""
     rows, n = shape
     g = torch.Generator(device).manual_seed(0)
 
@@ -178,9 +179,8 @@ def update(shape: tuple[int, int], device: torch.device, busy: bool = False) -> 
     calls = {"eager": eager, **({"fused": fast} if fused else {})}
     times = timing.interleaved(calls, "eager", 21, 5, device, busy)
     copy = timing.bytes_per_ms(rows * n * 4 * 2, device, busy)
-    moved = (
-        20.0 * rows * n
-    )  # three numbers of the metric and the gradient read, the parameter read and written
+    # Five numbers of four bytes per weight: two of the metric and the gradient are read, the parameter read and written.
+    moved = 20.0 * rows * n
     entries = {
         name: {"median_ms": t.median_ms, "share_of_copy": moved / t.median_ms / copy}
         for name, t in times.items()
@@ -189,7 +189,7 @@ def update(shape: tuple[int, int], device: torch.device, busy: bool = False) -> 
 
 
 def _rates(workload: Workload, busy: bool) -> tuple[float, float]:
-    """Measured: multiplications a millisecond in a product of the workload's size, bytes a millisecond of a copy."""
+    """Measured rates per millisecond: multiplications in a product of the workload's size, and bytes of a copy."""
     dtype = workload.autocast or torch.float32
     rows = workload.target.numel()
     width = max(max(p.shape) for p in workload.model.parameters() if p.dim() == 2)
@@ -213,7 +213,7 @@ def _size(workload: Workload) -> int:
 
 
 def machine(device: torch.device) -> dict[str, Any]:
-    """Where it was measured."""
+    """The hardware and software on which it is measured."""
     cpu = platform.processor() or platform.machine()
     info = Path("/proc/cpuinfo")
     if info.exists():

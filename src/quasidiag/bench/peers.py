@@ -1,4 +1,4 @@
-"""Other people's optimizers and curvature packages, those that are installed; each with its own defaults."""
+"""Optimizers and curvature packages by others, as far as installed; each with its own defaults."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ def _pytorch_optimizer(module: Any) -> dict[str, Make]:
 
 
 class _Sophia(Step):
-    """SophiaH asks for a graph of the gradient on the steps where it takes a Hessian product."""
+    """SophiaH needs the graph of the gradient in those steps in which it takes a Hessian-vector product."""
 
     count = 0
 
@@ -68,7 +68,7 @@ class _Sophia(Step):
         self.optimizer.zero_grad()
         loss = self.loss(self.model(self.workload.x), self.workload.target)
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # about the reference cycle, which the step ends
+            warnings.simplefilter("ignore")  # of a reference cycle, which is broken below
             loss.backward(create_graph=self.count % 10 == 0)
         self.count += 1
         self.optimizer.step()
@@ -85,7 +85,7 @@ def _singd(module: Any) -> dict[str, Make]:
 
 
 class _Preconditioned(Step):
-    """A plain gradient, then somebody's curvature, then SGD."""
+    """A step of SGD whose gradient is first preconditioned with another package's curvature."""
 
     def __init__(self, workload: Workload, precondition: Callable[[_Preconditioned], None]) -> None:
         super().__init__(workload, lambda model, _: torch.optim.SGD(model.parameters(), lr=1e-4))

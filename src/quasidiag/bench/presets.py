@@ -25,7 +25,7 @@ PAPERS_NET = (784, 800, 800, 10)
 
 @dataclass(frozen=True)
 class Race:
-    """A workload and who is timed on it, ``repeat`` steps a turn."""
+    """A workload and the contenders timed on it, ``repeat`` steps per turn."""
 
     workload: Callable[[], Workload]
     contenders: Mapping[str, Make]
@@ -48,7 +48,7 @@ class Curve:
 
 @dataclass(frozen=True)
 class Preset:
-    """All that one call of the command measures."""
+    """Everything that one call of the command measures."""
 
     device: str
     races: list[Race]
@@ -83,7 +83,7 @@ def _curves(device: str) -> list[Curve]:
     ]
 
 
-#: Where a step is short the metric is taken on all samples, or every tenth step.
+#: The contenders on large GPU workloads; QDOP takes its metric in full, every tenth step, or on a tenth of the samples.
 _LARGE: dict[str, Make] = {
     "AdamW fused": TORCH["AdamW fused"],
     "SGD": torch_optimizer(torch.optim.SGD, lr=1e-4),

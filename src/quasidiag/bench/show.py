@@ -1,4 +1,4 @@
-"""Results as tables and as a picture."""
+"""Shows results as Markdown tables and as a picture."""
 
 from __future__ import annotations
 
@@ -22,13 +22,13 @@ def tables(results: dict[str, Any]) -> str:
 
 
 def insert(results: dict[str, Any], page: str) -> str:
-    """The page with its tables of this preset renewed."""
+    """``page`` with its tables of this preset replaced by those of ``results``."""
     before, after = parts(page, results["preset"])
     return f"{before}\n\n{tables(results)}\n\n{after}"
 
 
 def parts(page: str, preset: str) -> tuple[str, str]:
-    """What of the page is before the tables of a preset, and what after, with the marks."""
+    """The parts of ``page`` before and after the tables of ``preset``, including the comments that mark their place."""
     head, mark, rest = page.partition(f"<!-- bench {preset} -->")
     _, end, tail = rest.partition("<!-- end -->")
     if not end:
@@ -103,7 +103,7 @@ def _markdown(head: list[str], rows: list[list[str]]) -> str:
 
 
 def plot(results: dict[str, Any], path: Path) -> None:
-    """A bar a contender, with its floor; the curves below, where there are any."""
+    """Draw a bar per contender with its floor, and below them the cost curves, if there are any."""
     import matplotlib
 
     matplotlib.use("agg")
@@ -115,7 +115,7 @@ def plot(results: dict[str, Any], path: Path) -> None:
     grid = figure.add_gridspec(2 if curves else 1, 12, hspace=0.45, wspace=3.0)
     for i, race in enumerate(races):
         width = 12 // len(races)
-        left = i * width + (i > 0)  # room for the names
+        left = i * width + (i > 0)  # room for the contenders' names
         _bars(figure.add_subplot(grid[0, left : (i + 1) * width]), race)
     for i, curve in enumerate(curves):
         width = 12 // len(curves)
@@ -134,7 +134,7 @@ def _bars(axes: Any, race: dict[str, Any]) -> None:
     ratios = [e["ratio"] for _, e in entries]
     ours = [name != "SGD" and ("floor" in e or "(auto)" in name) for name, e in entries]
     axes.barh(names, ratios, color=["#3b6ea5" if own else "#b8bec7" for own in ours], height=0.7)
-    floors = race["base"] == "SGD"  # they are counted from SGD's own
+    floors = race["base"] == "SGD"  # floors are ratios to SGD's floor
     for y, (_, e) in enumerate(entries):
         end = e["ratio"]
         if floors and "floor" in e:

@@ -1,4 +1,4 @@
-"""Interleaved timing: every round times every contender once, so that all of them meet the same machine."""
+"""Interleaved timing: every round times every contender once, so that all are timed under the same conditions."""
 
 from __future__ import annotations
 
@@ -16,15 +16,15 @@ from torch import Tensor
 
 Call = Callable[[], object]
 
-#: Milliseconds that a turn should take, about.
+#: The approximate length of a turn, in milliseconds.
 TURN = 300.0
-#: Of ``malloc.h``.
+#: Options of ``mallopt``, from ``malloc.h``.
 _M_TRIM_THRESHOLD, _M_MMAP_MAX = -1, -4
 
 
 @dataclass
 class Timing:
-    """Milliseconds a step, and as a ratio to the base: the median, quartiles and extremes over the rounds."""
+    """Milliseconds per step and ratios to the base, over the rounds: medians, least time, and quartiles of the ratio."""
 
     median_ms: float
     least_ms: float
@@ -48,15 +48,16 @@ def interleaved(
 ) -> dict[str, Timing]:
     """Time every contender in each of ``rounds`` rounds, between two turns of the base, ``repeat`` calls a turn.
 
-    The ratio is the median over rounds of a contender's time over the base's *right before and after*, with the
-    quartiles as its spread: a slow moment of the machine hits both. A turn that others disturbed is taken again. Where
-    others keep the machine ``busy`` all the time, count the processor time of this process in place of the wall's.
+    The ratio is the median over rounds of a contender's time to the base's *right before and after*, because a slow
+    moment of the machine affects both; the quartiles are its spread. A turn that other processes disturbed is repeated,
+    up to a limit. With ``busy``, for a machine that others use all the time, the processor time of this process is
+    counted instead of wall time, and nothing is repeated.
     """
     clock = _clock(device, busy)
     repeats = {name: _repeat(name, clock(call, 1), repeat) for name, call in calls.items()}
 
     def turn(name: str) -> float:
-        calls[name]()  # the others have had the caches meanwhile, longer or shorter
+        calls[name]()  # not timed: refills the caches, which others have used meanwhile
         return clock(calls[name], repeats[name])
 
     times: dict[str, list[float]] = {name: [] for name in calls}
@@ -91,29 +92,29 @@ def interleaved(
 
 
 def _repeat(name: str, ms: float, repeat: int) -> int:
-    """Calls a turn: fewer of slow ones, unless what they do comes round only every so many steps."""
+    """Calls per turn: fewer for slow contenders, except those that do part of their work only every few steps."""
     comes_round = "every" in name or "auto" in name
     return repeat if comes_round else max(1, min(repeat, round(TURN / ms)))
 
 
 class Others:
-    """What other processes do to this machine's processors from now on."""
+    """How much processor time other processes use, from the creation of this object on."""
 
     def __init__(self) -> None:
         self._start, self._busy, self._own = time.perf_counter(), self._all(), time.process_time()
 
     @staticmethod
     def _all() -> float:
-        """Seconds that all processors were busy, or taken away by a hypervisor."""
+        """Seconds that processors were busy or taken away by a hypervisor, summed over all of them."""
         try:
             with open("/proc/stat") as file:
                 user, nice, system, _, _, *rest = map(int, file.readline().split()[1:9])
         except (OSError, ValueError):
-            return time.process_time()  # nobody can say
+            return time.process_time()  # unknown: only this process counts
         return (user + nice + system + sum(rest)) / os.sysconf("SC_CLK_TCK")
 
     def disturbed(self) -> bool:
-        """Whether they took more than a tenth of a processor; in less than a tenth of a second nobody can tell."""
+        """Whether others used more than a tenth of a processor; within 0.1 s it cannot be told, and is taken to be false."""
         wall = time.perf_counter() - self._start
         return (
             wall > 0.1 and self._all() - self._busy - (time.process_time() - self._own) > 0.1 * wall
@@ -163,7 +164,7 @@ def _cuda_ms(call: Call, repeat: int) -> float:
 
 
 def captured(call: Call, generators: Callable[[], list[torch.Generator]]) -> Call:
-    """The step as a CUDA graph, after a few plain ones."""
+    """A function that replays ``call`` as a CUDA graph, which is captured after a few ordinary calls."""
     stream = torch.cuda.Stream()
     stream.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(stream):
@@ -184,7 +185,7 @@ def captured(call: Call, generators: Callable[[], list[torch.Generator]]) -> Cal
 
 
 def peak_bytes(call: Call, device: torch.device) -> int:
-    """The most memory that one call holds beyond what was there before it."""
+    """The most memory that one call allocates beyond what was allocated before it."""
     if device.type == "cuda":
         torch.cuda.synchronize()
         before = torch.cuda.memory_allocated()
@@ -192,7 +193,7 @@ def peak_bytes(call: Call, device: torch.device) -> int:
         call()
         torch.cuda.synchronize()
         return torch.cuda.max_memory_allocated() - before
-    os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # it talks of its own starts and stops
+    os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # else the profiler logs its starts and stops
     with torch.profiler.profile(profile_memory=True) as profile:
         call()
     held = most = 0
@@ -205,21 +206,22 @@ def peak_bytes(call: Call, device: torch.device) -> int:
 
 
 def prepare() -> None:
-    """Have the C library keep what is freed, and denormal numbers be zero, for everybody that is timed.
+    """Make the C library keep freed memory, and flush denormal numbers to zero, for all contenders.
 
-    It would else return some of it to the system and ask again, with a page fault every 4 KiB, or not, as the heap
-    happens to lie: the same step then takes a fifth longer in one process than in another. And units that saturate, as
-    training goes on and on with one minibatch, have denormal gradients, which on some processors take twenty times as long.
+    By default the C library may return freed memory to the system and request it again, at a page fault every 4 KiB;
+    whether it does depends on the layout of the heap, and makes a step take a fifth longer in one process than in
+    another. And training on one minibatch again and again saturates units, whose gradients become denormal numbers,
+    with which some processors take twenty times as long.
     """
     torch.set_flush_denormal(True)
-    with contextlib.suppress(OSError, AttributeError):  # not the GNU C library
+    with contextlib.suppress(OSError, AttributeError):  # another C library than GNU's
         libc = ctypes.CDLL(None)
         libc.mallopt(_M_TRIM_THRESHOLD, -1)
         libc.mallopt(_M_MMAP_MAX, 0)
 
 
 def multiplications_per_ms(a: Tensor, b: Tensor, busy: bool = False, rounds: int = 10) -> float:
-    """The rate of a matrix product, the best of a few."""
+    """Multiplications per millisecond in the product ``a @ b``, the best of ``rounds`` measurements."""
     clock = _clock(a.device, busy)
     out = a @ b
     best = min(clock(lambda: torch.mm(a, b, out=out), 3) for _ in range(rounds))
@@ -227,7 +229,7 @@ def multiplications_per_ms(a: Tensor, b: Tensor, busy: bool = False, rounds: int
 
 
 def bytes_per_ms(size: int, device: torch.device, busy: bool = False, rounds: int = 10) -> float:
-    """What a copy moves, read and written."""
+    """Bytes that a copy reads and writes per millisecond, the best of ``rounds`` measurements."""
     clock = _clock(device, busy)
     source, target = torch.rand(2, size // 4, device=device).unbind()
     best = min(clock(lambda: target.copy_(source), 3) for _ in range(rounds))

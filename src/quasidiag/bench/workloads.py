@@ -1,4 +1,4 @@
-"""What is timed: a network, a batch and a loss."""
+"""The workloads: a network and one batch of data each."""
 
 from __future__ import annotations
 
@@ -29,11 +29,11 @@ class Workload:
         return self.x.device
 
     def copy(self) -> nn.Module:
-        """The same network again, for one contender."""
+        """A copy of the network in training mode, for one contender."""
         return copy.deepcopy(self.model).train()
 
     def precision(self) -> contextlib.AbstractContextManager[object]:
-        """Autocast, where the workload asks for it."""
+        """The context for the forward pass: autocast, if the workload has one."""
         if self.autocast is None:
             return contextlib.nullcontext()
         return torch.autocast(self.device.type, self.autocast)
@@ -68,7 +68,7 @@ def gpt(
     device: str = "cuda",
     **options: object,
 ) -> Workload:
-    """A GPT-2 of 124M parameters (the defaults), with one matrix for the first and the last layer."""
+    """A GPT-2 of 124M parameters (the defaults), whose first and last layer share one matrix."""
     torch.manual_seed(0)
     with torch.device(device):
         model = GPT(vocabulary, length, width, depth, heads)
@@ -102,7 +102,7 @@ class GPT(nn.Module):
 
 
 class Layer(nn.Module):
-    """Attention and a two-layer net, each added to what comes in."""
+    """Attention and a two-layer net, each with a residual connection."""
 
     def __init__(self, width: int, heads: int) -> None:
         super().__init__()

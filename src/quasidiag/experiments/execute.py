@@ -1,4 +1,4 @@
-"""Doing a run: train, evaluate, write it down, and go on where a killed process stopped."""
+"""Executes a run: trains, evaluates, writes the results to disk, and resumes where a killed process stopped."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ OnEpoch = Callable[[Line], None]
 
 
 def environment(device: str, source: str) -> dict[str, Any]:
-    """What the run ran on."""
+    """Versions, hardware, data source and start time of a run."""
     name = torch.cuda.get_device_name() if device != "cpu" else platform.processor() or "cpu"
     return {
         "python": platform.python_version(),
@@ -48,7 +48,10 @@ def execute(
     graph: bool = True,
     make: Callable[..., Trainer] = Trainer,
 ) -> Line | None:
-    """Do a run, or what is left of it. None: the deadline (a ``time.time()``) came first; call again to go on."""
+    """Do a run, from its checkpoint if there is one, and return its result.
+
+    Returns None if the ``deadline`` (a ``time.time()``) came first; call again to go on.
+    """
     store = RunDir(root, config)
     with store.locked(), warnings.catch_warnings():
         warnings.simplefilter("ignore", RuntimeWarning)
@@ -98,7 +101,7 @@ def _loop(
 
 
 def divergence(initial: Line, final: Line) -> str | None:
-    """Why a run counts as diverged, if it does: a result like another, not a crash."""
+    """Why a run counts as diverged, or None. Divergence is a result like any other, not an error."""
     if final["train_nll"] is None:
         return "non-finite"
     return "worse than the start" if final["train_nll"] > initial["train_nll"] else None

@@ -1,4 +1,4 @@
-"""All runs of a folder in one compact file, to carry home from a machine that gives little back, and to go on from."""
+"""Packs all runs of a folder into one compact file, to copy from a remote machine and to report on or resume from."""
 
 from __future__ import annotations
 
@@ -15,15 +15,15 @@ from .config import Config, UsageError
 from .runs import Collection, Line, Run, RunDir, load, read_json, write_atomically, write_json
 
 FORMAT = 1
-#: The mean over outputs of the squared error, and half the sum that it follows from.
+#: Metrics left out of an export, and those they are computed from on reading: mse = 2 error / outputs.
 _MSE = {"train_mse": "train_error", "valid_mse": "valid_error"}
 
 
 def export(runs: str | os.PathLike[str], out: str | os.PathLike[str]) -> int:
-    """Write every curve and result of ``runs`` to ``out`` (``.json.gz``); how many runs there were.
+    """Write every curve and result of ``runs`` to ``out`` (``.json.gz``); return the number of runs.
 
-    Of a sweep the pictures of each algorithm's best step size are kept, which are those that a
-    report shows.
+    Of the runs of a sweep only those keep their pictures that a report shows: for each algorithm
+    the first seed at its best step size.
     """
     collection = load(runs)
     swept = _swept(collection)
@@ -42,7 +42,7 @@ def export(runs: str | os.PathLike[str], out: str | os.PathLike[str]) -> int:
 
 
 def _swept(collection: Collection) -> dict[str, bool]:
-    """The runs of the sweeps, and whether a report shows their pictures."""
+    """The ids of all runs of the sweeps, and whether a report shows their pictures."""
     cells = [cell for sweep in collection.sweeps.values() for cell in sweep["cells"]]
     tried = {entry["id"]: False for cell in cells for entry in cell["lrs"]}
     tried |= {name: False for cell in cells for name in cell["runs"]}
@@ -50,7 +50,7 @@ def _swept(collection: Collection) -> dict[str, bool]:
 
 
 def _packed(run: Run, environments: list[dict[str, Any]], pictures: bool) -> dict[str, Any]:
-    """A run with its metrics as columns of six digits, less what follows from others, and its environment as a number."""
+    """A run, ready for JSON: metrics as columns, rounded to six digits, without ``_MSE``; the environment as an index."""
     shared = {key: value for key, value in run.environment.items() if key != "started"}
     if shared not in environments:
         environments.append(shared)
@@ -104,9 +104,9 @@ def _unpacked(run: dict[str, Any], environments: list[dict[str, Any]]) -> Run:
 
 
 def restore(path: Path, root: str | os.PathLike[str], kind: type[Config] = Config) -> int:
-    """Put the ended runs of an export into a folder of runs, and say how many; what is there stays as it is.
+    """Put the ended runs of an export into the folder ``root``, and return how many; runs already there are kept.
 
-    ``kind`` is that of their configs.
+    ``kind`` is the class of their configs.
     """
     collection = read_export(path)
     count = 0

@@ -70,7 +70,7 @@ def _save(figure: Figure | None, stem: Path, rows: Iterable[dict[str, Any]]) -> 
         return []
     png, pdf, table = (stem.with_name(f"{stem.name}.{kind}") for kind in ("png", "pdf", "csv"))
     figure.draw_without_rendering()
-    figure.set_layout_engine("none")  # laid out once, for both files
+    figure.set_layout_engine("none")  # the layout is computed once, for both files
     # Without dates the same runs give the same bytes.
     figure.savefig(png, dpi=150, metadata={"Software": None})
     figure.savefig(pdf, metadata={"CreationDate": None, "ModDate": None})
@@ -133,7 +133,7 @@ def curves(own: Sequence[Line], quantity: dict[str, Any]) -> Figure | None:
 
 
 def _logarithmic(axes: Iterable[Axes], values: Sequence[float]) -> None:
-    """A logarithmic vertical axis where the values allow one; within two decades 2 and 5 count too."""
+    """A logarithmic vertical axis if all values are positive; within two decades also with ticks at 2 and 5."""
     if not values or min(values) <= 0:
         return
     digits = (1.0,) if max(values) > 100 * min(values) else (1.0, 2.0, 5.0)
@@ -151,7 +151,7 @@ def _legend(figure: Figure, axes: Iterable[Axes]) -> None:
         handles, labels = axis.get_legend_handles_labels()
         entries = {**dict(zip(labels, handles, strict=True)), **entries}
     names = sorted(entries, key=lambda name: rank(name, ALGORITHMS))
-    columns = min(4, int(figure.get_figwidth() / 1.3))  # inches that one entry takes
+    columns = min(4, int(figure.get_figwidth() / 1.3))  # an entry takes 1.3 inches
     figure.legend(
         [entries[name] for name in names], names, loc="outside lower center", ncols=columns
     )
@@ -175,7 +175,7 @@ def curve_rows(own: Sequence[Line], key: str) -> Iterable[dict[str, Any]]:
 
 
 def step_sizes(own: Sequence[Line]) -> Figure:
-    """Final training loss against step size; a cross at the top for each that diverged."""
+    """Final training loss against step size; diverged runs are crosses above the plot."""
     leading = quantities([run for line in own for run in line.records])[0]
     name = f"train_{leading['key']}"
     variants = list(dict.fromkeys(line.task.variant for line in own))
@@ -207,7 +207,7 @@ def step_sizes(own: Sequence[Line]) -> Figure:
 
 
 def step_rows(own: Sequence[Line]) -> Iterable[dict[str, Any]]:
-    """One row for each run, with what it came to."""
+    """One row for each run, with its final losses and errors."""
     for line in own:
         for run in sorted(line.records, key=lambda run: (run.lr, run.seed)):
             last = {
@@ -227,7 +227,7 @@ def step_rows(own: Sequence[Line]) -> Iterable[dict[str, Any]]:
 
 
 def pictures(shown: Sequence[Line]) -> Figure:
-    """Inputs in the first row, then what each algorithm's network makes of them."""
+    """Inputs in the first row, then the reconstructions of each algorithm's network."""
     first = shown[0].chosen[0].pictures
     assert first is not None
     rows = [("Input", first.inputs)]
@@ -254,7 +254,7 @@ def picture_rows(shown: Sequence[Line]) -> Iterable[dict[str, Any]]:
 
 
 def bars(table: dict[str, Any]) -> Figure:
-    """Time an epoch as ratios to SGD, the paper's as marks."""
+    """Time per epoch as a ratio to SGD's, with the paper's ratios as marks."""
     rows = table["rows"]
     figure = Figure(figsize=(5, 0.6 + 0.3 * len(rows)), layout="constrained")
     axis = figure.subplots()

@@ -1,9 +1,9 @@
 """Where the data files come from, and whether they are what they should be.
 
 A file is looked for in the data folder (``--data-dir`` or ``QUASIDIAG_DATA``) or, when none is
-given, in a cache that pooch fills with the public originals. Every file is checked against a
-SHA-256 before it is read: the one published here or, for files made by ``quasidiag data prepare``,
-the one in the ``SHA256SUMS`` beside them.
+given, in a cache that pooch fills with the public originals. Every file is checked against a digest
+before it is read: the one listed here (a SHA-256, or the MD5 that SVHN publishes) or, for files
+made by ``quasidiag data prepare``, the SHA-256 in the ``SHA256SUMS`` beside them.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ class DataError(Exception):
 
 @dataclass(frozen=True)
 class Origin:
-    """Where a file can be had; ``url`` is None where no single download gives it."""
+    """A file's digest and where to get it: a ``url``, or ``advice`` if it has to be converted from another file."""
 
     hash: str
     url: str | None
@@ -91,7 +91,7 @@ def data_folder(data_dir: str | os.PathLike[str] | None = None) -> Path | None:
 
 
 def cache_folder() -> Path:
-    """The cache of downloads: ``QUASIDIAG_CACHE``, or the usual place of the system."""
+    """The cache of downloads: ``QUASIDIAG_CACHE``, else ``quasidiag`` in ``XDG_CACHE_HOME`` or ``~/.cache``."""
     chosen = os.environ.get("QUASIDIAG_CACHE")
     if chosen:
         return Path(chosen).expanduser()
@@ -100,7 +100,7 @@ def cache_folder() -> Path:
 
 
 def checked(path: Path, expected: str, where: str) -> Path:
-    """The path itself, once its content is the expected one (``sha`` or ``md5:sha``)."""
+    """``path``, if its digest is ``expected`` (a SHA-256, or ``md5:...``); else a DataError with the advice ``where``."""
     if not path.is_file():
         raise DataError(f"{path} is missing; get it from: {where}")
     algorithm, _, value = expected.rpartition(":")
@@ -114,7 +114,7 @@ def checked(path: Path, expected: str, where: str) -> Path:
 
 
 def original(name: str, folder: Path | None, origins: Mapping[str, Origin] = ORIGINS) -> Path:
-    """A checked original: from the user's folder, or fetched once into the cache."""
+    """The path of an original file, checked: in the user's ``folder``, or downloaded once into the cache."""
     origin = origins[name]
     if folder is not None:
         return checked(folder / name, origin.hash, str(origin))

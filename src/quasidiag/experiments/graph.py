@@ -11,7 +11,7 @@ from torch.optim import Optimizer
 
 Step = Callable[[Tensor, Tensor], None]
 
-#: Steps done one kernel at a time before the capture, so that all state exists and every library is warm.
+#: Ordinary steps before the capture, so that the optimizer's state exists and every library is initialised.
 WARM_UP = 3
 
 

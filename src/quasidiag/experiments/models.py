@@ -2,8 +2,8 @@ r"""The paper's networks, with the authors' initialisation.
 
 Weights are drawn from :math:`N(0, 1/\mathrm{fan\_in})` with zero biases, for tanh and ReLU. A sigmoid network starts
 as *the same function* as the tanh network of the same seed: as :math:`\tanh u = 2\,\mathrm{sigmoid}(2u) - 1`, a weight
-gets a factor 2 if a sigmoid comes after it and another 2 if one comes before it, and then the bias
-:math:`-\frac12 \sum_i w_i` takes the offset back. Between hidden layers this is the authors' factor 4.
+gets a factor 2 if a sigmoid comes after it and another 2 if one comes before it, and in the latter case the bias
+:math:`-\frac12 \sum_i w_i` cancels the offset. Between hidden layers this is the authors' factor 4.
 Likewise the network on inverted pixels starts as the same function of the picture.
 """
 

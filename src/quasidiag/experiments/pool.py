@@ -22,7 +22,7 @@ from .train import Trainer
 
 @dataclass(frozen=True)
 class Settings:
-    """What all runs of a sweep share; it travels to the workers."""
+    """The settings that all runs of a sweep share; sent to the workers."""
 
     root: str
     data_dir: str | None = None
@@ -50,7 +50,7 @@ def work(
     read: Callable[[dict[str, Any]], Config] = Config.from_dict,
     make: Callable[..., Trainer] = Trainer,
 ) -> Outcome:
-    """What a worker does: one run, on one thread."""
+    """Do one run on one thread, in a worker; an exception becomes the outcome's ``error``."""
     resolved = read(config)
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
@@ -67,7 +67,7 @@ def work(
             make=make,
         )
         return Outcome(resolved, result)
-    except Exception:  # one broken run must not take the others with it
+    except Exception:  # one broken run must not stop the others
         return Outcome(resolved, None, traceback.format_exc())
     finally:
         close()
@@ -81,7 +81,7 @@ def run_all(
     dask: str | None = None,
     work: Work = work,
 ) -> Iterator[Outcome]:
-    """Do the runs; outcomes come as they are ready."""
+    """Do the runs, and yield each outcome as soon as it is ready."""
     if dask is not None:
         yield from _dask(configs, settings, dask, work)
     elif jobs == 1 or len(configs) < 2:
@@ -124,7 +124,7 @@ def _standard_library(
 def _dask(
     configs: Sequence[Config], settings: Settings, address: str, work: Work
 ) -> Iterator[Outcome]:
-    """On a Dask cluster whose workers see the same files; a worker that dies has its runs done by another."""
+    """Do the runs on a Dask cluster whose workers share the file system; the runs of a worker that dies go to another."""
     try:
         from joblib import Parallel, delayed, parallel_config
 
@@ -145,7 +145,7 @@ def _dask(
 
 
 def _tensorboard(config: Config, settings: Settings) -> tuple[OnEpoch | None, Any]:
-    """A callback that logs each epoch for TensorBoard, if asked for, and the function that ends it."""
+    """A callback that logs each epoch to TensorBoard (None unless asked for), and a function that closes the log."""
     if not settings.tensorboard:
         return None, lambda: None
     from torch.utils.tensorboard import SummaryWriter

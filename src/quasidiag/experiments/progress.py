@@ -12,7 +12,7 @@ Advance = Callable[[str], None]
 
 @contextmanager
 def progress(title: str, total: int, every: float = 0.0) -> Iterator[Advance]:
-    """``advance(what)`` for each of ``total`` things done; plain lines come at most one in ``every`` seconds."""
+    """Yield ``advance(what)``, to call after each of ``total`` items; plain lines come at most every ``every`` seconds."""
     bar = _rich_bar(title, total) if sys.stdout.isatty() else None
     if bar is None:
         yield _plain(total, every)
@@ -52,7 +52,7 @@ def _rich_bar(title: str, total: int):  # type: ignore[no-untyped-def]
 
 
 def table(headers: Sequence[str], rows: Sequence[Sequence[str]], title: str = "") -> None:
-    """A table on the terminal; aligned text when it goes to a file. Columns of numbers are aligned at the right."""
+    """Print a table with rich on a terminal, as aligned text elsewhere. Columns of numbers are aligned at the right."""
     numbers = [all(row[k][:1] in "0123456789-" for row in rows) for k in range(len(headers))]
     if sys.stdout.isatty():
         try:

@@ -36,7 +36,7 @@ def write(runs: Path, out: Path) -> Path:
 
 
 def render(found: list[Record], timing: dict[str, Any], unfinished: int = 0) -> str:
-    """The page as text."""
+    """The HTML of the page."""
     environment = Environment(autoescape=True, undefined=StrictUndefined, trim_blocks=True)
     environment.filters |= {"json": _json, "power": _power, "variant": _variant, "colour": _colour}
     assets = files("quasidiag.experiments")
@@ -68,12 +68,12 @@ def _summary(found: list[Record], unfinished: int) -> list[str]:
 
 
 def _json(value: Any) -> Markup:
-    """JSON that may stand inside a script element."""
+    """JSON that is safe inside a script element."""
     return Markup(json.dumps(value, separators=(",", ":")).replace("<", "\\u003c"))
 
 
 def _power(lr: float) -> Markup:
-    """A step size as the paper writes it: a power of ten, times a digit where it is not one."""
+    """A step size in HTML, written as a power of ten, with a factor in front where it is not an exact power."""
     exponent = math.floor(math.log10(lr) + 1e-9)
     digit = lr / 10**exponent
     factor = "" if abs(digit - 1) < 1e-6 else f"{digit:.3g}·"

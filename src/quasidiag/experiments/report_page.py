@@ -1,4 +1,4 @@
-"""From records to what the page shows: charts as data, tables as rows, pictures as data URIs."""
+"""Converts records into what the page shows: charts as data, tables as rows, pictures as data URIs."""
 
 from __future__ import annotations
 
@@ -52,13 +52,13 @@ SQUARES: dict[str, Any] = {
 
 
 def quantities(records: Sequence[Record]) -> list[dict[str, Any]]:
-    """What is drawn, the most telling first: a fixed Gaussian's NLL is its error plus a constant."""
+    """The quantities to draw, the main one first; no NLL for a fixed Gaussian, where it is the error plus a constant."""
     output = next((str(run.config.get("output")) for run in records), "categorical")
     return {"gaussian": [SQUARES], "learned-gaussian": [NLL, SQUARES]}.get(output, [NLL, MISSES])
 
 
 def plotted(line: Line, all_lines: Sequence[Line]) -> dict[str, float]:
-    """The step sizes of a line that are drawn, by name: the best one, for the inversion two."""
+    """The step sizes of ``line`` to draw: the ``best``, and for the inversion the two best of the original pixels."""
     if line.task.experiment == "inversion":
         as_given = (line.task._replace(variant="original"), line.algorithm)
         same = (other for other in all_lines if (other.task, other.algorithm) == as_given)
@@ -73,7 +73,7 @@ def _numbers(values: Sequence[float] | np.ndarray) -> list[float | None]:
 
 
 def chart(section_lines: Sequence[Line]) -> dict[str, Any]:
-    """The curves of one experiment, as the page's script draws them."""
+    """The curves of one experiment, as data for the page's script."""
     records = [record for line in section_lines for record in line.records]
     shown = quantities(records)
     curves = []
@@ -114,7 +114,7 @@ def _present(names: Sequence[str], order: Sequence[str]) -> list[str]:
 
 
 def step_table(section_lines: Sequence[Line]) -> dict[str, Any]:
-    """Best step size of every algorithm, with all that was tried beside it."""
+    """The table of step sizes: each algorithm's results at its best one, and the final loss at all that were tried."""
     shown = quantities([record for line in section_lines for record in line.records])
     leading = shown[0]
     columns = [("Training", "train", leading), ("Validation", "valid", leading)]
@@ -131,7 +131,7 @@ def step_table(section_lines: Sequence[Line]) -> dict[str, Any]:
 
 
 def _cell(line: Line, lr: float, name: str) -> dict[str, Any]:
-    """What one step size came to on the grid's seed; the three best are shaded."""
+    """The table cell of one step size: its final value on the grid's seed; the three best are shaded."""
     run = next((run for run in line.at(lr) if run.seed == line.grid_seed), None)
     if run is None:
         return {"kind": "none", "text": "", "shade": 0}
@@ -142,7 +142,7 @@ def _cell(line: Line, lr: float, name: str) -> dict[str, Any]:
 
 
 def over_seeds(line: Line, side: str, quantity: dict[str, Any]) -> tuple[str, str]:
-    """Mean, and ± standard deviation, over the seeds of the last value at the best step size."""
+    """The final value at the best step size as text: its mean over seeds, and its ± standard deviation with the unit."""
     scale, unit = quantity.get("scale", 1), quantity["unit"] if "scale" in quantity else ""
     finals = line.finals(f"{side}_{quantity['key']}")
     values = [scale * value for value in finals if math.isfinite(value)]
@@ -153,7 +153,7 @@ def over_seeds(line: Line, side: str, quantity: dict[str, Any]) -> tuple[str, st
 
 
 def picture_rows(section_lines: Sequence[Line]) -> list[dict[str, Any]]:
-    """Inputs above, then what each algorithm's best network makes of them."""
+    """A row of inputs, then a row of reconstructions for each algorithm at its best step size."""
     rows: list[dict[str, Any]] = []
     for line in section_lines:
         pictures = line.chosen[0].pictures if line.chosen else None
@@ -168,7 +168,7 @@ def picture_rows(section_lines: Sequence[Line]) -> list[dict[str, Any]]:
 
 
 def strip(images: np.ndarray, gap: int = 2) -> str:
-    """Grey pictures side by side as one PNG, the gaps transparent, in a data URI."""
+    """Grey pictures side by side in one PNG, with transparent gaps, as a data URI."""
     from PIL import Image
 
     count, height, width = images.shape
@@ -183,7 +183,7 @@ def strip(images: np.ndarray, gap: int = 2) -> str:
 
 
 def sections(records: Sequence[Record]) -> list[dict[str, Any]]:
-    """Every experiment of the paper, and whatever others were run, each with all it shows."""
+    """The sections of the page: every experiment of the paper, then any others that were run, each with its content."""
     every = lines(records)
     heads = [(e.name, e.paper, e.title, "-".join(map(str, e.layers))) for e in EXPERIMENTS]
     others = {line.task.experiment for line in every} - {e.name for e in EXPERIMENTS}

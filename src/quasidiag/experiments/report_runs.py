@@ -1,4 +1,4 @@
-"""What a report is made from: runs as plain data, gathered into tasks and lines.
+"""The data of a report: finished runs as plain records, grouped by task and into lines.
 
 A *task* is what a network is asked to learn (an experiment and its variant); a *line* is one
 algorithm on one task, drawn at its best step size over all its seeds.
@@ -28,7 +28,7 @@ VARIANT_NAMES = {"relu": "ReLU", "original": "pixels as given", "inverted": "pix
 
 
 class Task(NamedTuple):
-    """What is learned."""
+    """What a network is asked to learn: an experiment and its variant."""
 
     experiment: str
     variant: str
@@ -39,7 +39,7 @@ class Task(NamedTuple):
 
 @dataclass(frozen=True)
 class Pictures:
-    """A few inputs of an autoencoder and what the trained network makes of them, as grey levels."""
+    """A few inputs of an autoencoder and their reconstructions by the trained network, as grey levels."""
 
     inputs: np.ndarray
     outputs: np.ndarray
@@ -109,7 +109,7 @@ class Line:
 
     @property
     def select(self) -> str:
-        """The loss that decides between step sizes: the training loss, save with dropout."""
+        """The loss by which step sizes are chosen: the training loss, but with dropout the validation loss."""
         known = BY_NAME.get(self.task.experiment)
         return known.select if known else "train_nll"
 
@@ -131,7 +131,7 @@ class Line:
 
     @property
     def edge(self) -> str:
-        """'low' or 'high' where the best step size ends the grid, else nothing."""
+        """'low' or 'high' if the best step size is at that end of the grid, else an empty string."""
         steps = self.steps
         if len(steps) < 2 or self.best not in (steps[0], steps[-1]):
             return ""
@@ -144,7 +144,7 @@ class Line:
 
     @property
     def lost(self) -> int:
-        """How many of those diverged."""
+        """How many of the runs at the best step size diverged."""
         return sum(run.diverged for run in self.chosen)
 
     def finals(self, name: str = "train_nll") -> list[float]:
@@ -153,12 +153,12 @@ class Line:
 
 
 def rank(name: str, order: Sequence[str]) -> tuple[int, str]:
-    """Sorting key: place in the paper's order, and what it does not have comes last."""
+    """Sorting key: the position of ``name`` in ``order``; names that are not in it come last, alphabetically."""
     return (order.index(name) if name in order else len(order), name)
 
 
 def lines(records: Iterable[Record]) -> list[Line]:
-    """Gather runs by task and algorithm, both in the paper's order."""
+    """Group runs into lines, sorted by experiment name; variants and algorithms are in the paper's order."""
     groups: dict[tuple[Task, str], list[Record]] = {}
     for record in records:
         groups.setdefault((record.task, record.algorithm), []).append(record)
@@ -174,7 +174,7 @@ def lines(records: Iterable[Record]) -> list[Line]:
 
 
 def mean_curve(records: Sequence[Record], name: str) -> np.ndarray:
-    """Rows mean, lowest and highest over the seeds of one quantity, as long as the shortest run."""
+    """Three rows: the mean, lowest and highest of quantity ``name`` over the runs, cut to the length of the shortest run."""
     columns = [record.column(name) for record in records if record.column(name)]
     length = min((len(column) for column in columns), default=0)
     if not length:
@@ -184,17 +184,18 @@ def mean_curve(records: Sequence[Record], name: str) -> np.ndarray:
 
 
 def _settings(run: stored.Run) -> str:
-    """Everything of a config but what a line sweeps over."""
+    """The config without step size and seed, as a string to compare: the same for all runs of a line."""
     return json.dumps(
         {k: v for k, v in run.config.items() if k not in ("lr", "seed")}, sort_keys=True
     )
 
 
 def records(collection: stored.Collection) -> list[Record]:
-    """The finished runs of a collection that belong together.
+    """The finished runs of a collection, with one choice of settings for each algorithm on each task.
 
-    A folder may hold one algorithm on one task with several settings (two scales, a momentum tried
-    by hand). Those of the experiment's sweep count, else the largest scale, else the most runs.
+    A folder may hold an algorithm on a task with several settings (two scales, a momentum tried by
+    hand). Preferred are the settings of the experiment's sweep, then the largest scale, then the
+    settings with the most runs.
     """
     swept = {
         entry["id"]

@@ -1,4 +1,4 @@
-"""Round after round of runs until nothing is pending, told line by line: what every sweep's command does."""
+"""Does pending runs in rounds until none are left, printing progress; shared by the commands that sweep."""
 
 from __future__ import annotations
 
@@ -9,12 +9,12 @@ from .config import Config
 from .pool import Outcome
 from .progress import progress
 
-#: Exit code where a time limit came first.
+#: Exit code when a time limit stopped the runs.
 STOPPED = 3
 
 
 def label(config: Config) -> str:
-    """A run in a few words."""
+    """A short description of a run."""
     seed = f" seed {config.seed}" if config.seed else ""
     return f"{config.experiment} {config.variant} {config.algorithm} lr={config.lr:g}{seed}"
 
@@ -32,9 +32,9 @@ def until_done(
     select: Callable[[str], str],
     after: Callable[[], object] = lambda: None,
 ) -> int:
-    """Do what is pending, then what is pending after that; the exit code.
+    """Do rounds of ``pending`` runs until none are left; return the exit code.
 
-    ``select`` says which value decides in an experiment, to be shown; ``after`` is called after each round.
+    ``select`` gives the metric by which an experiment is judged, which is printed; ``after`` is called after each round.
     """
     number = 0
     while configs := pending():

@@ -1,9 +1,9 @@
-"""Runs on disk: one directory each, which a ``kill -9`` at any moment leaves in order.
+"""Runs on disk: one directory each, which stays consistent even after a ``kill -9`` at any moment.
 
 ``RUNS/runs/<hash of the config>/`` holds ``config.json``, ``environment.json``, ``metrics.jsonl``
 (append-only: a later line for the same epoch replaces the earlier one), ``checkpoint.pt`` while the
-run is unfinished, and ``result.json``, which appears in one piece at the end. Whether it is there
-says whether the run is finished.
+run is unfinished, and ``result.json``, which is written atomically at the end: a run has ended if
+and only if that file exists.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ Line = dict[str, Any]
 
 
 def write_atomically(path: Path, write: Callable[[Path], object]) -> None:
-    """Let ``write`` fill a temporary file, then give it its name: readers see all of it or nothing."""
+    """Let ``write`` fill a temporary file, then rename it to ``path``: readers see all of it or nothing."""
     temporary = path.with_name(f".{path.name}.{os.getpid()}")
     try:
         write(temporary)
@@ -37,7 +37,7 @@ def write_atomically(path: Path, write: Callable[[Path], object]) -> None:
 
 
 def write_json(path: Path, value: object) -> None:
-    """A JSON file in one piece."""
+    """Write ``value`` as a JSON file, atomically."""
     text = json.dumps(value, indent=1, allow_nan=False) + "\n"
     write_atomically(path, lambda temporary: temporary.write_text(text))
 
@@ -51,22 +51,22 @@ class RunDir:
 
     @property
     def result(self) -> Line | None:
-        """The result, once there is one."""
+        """The result of the run; None until it has ended."""
         return read_json(self.path / "result.json")
 
     def metrics(self) -> list[Line]:
-        """One line an epoch, in order."""
+        """One line per evaluated epoch, in order."""
         return read_metrics(self.path / "metrics.jsonl")
 
     def begin(self, environment: dict[str, Any]) -> None:
-        """Write what is known beforehand."""
+        """Write the config and the environment, which are known before training."""
         write_json(self.path / "config.json", self.config.to_dict())
         write_json(self.path / "environment.json", environment)
-        for leftover in self.path.glob(".*.[0-9]*"):  # of a process that was killed while writing
+        for leftover in self.path.glob(".*.[0-9]*"):  # left by a process killed while writing
             leftover.unlink(missing_ok=True)
 
     def append(self, line: Line) -> None:
-        """Add a line of metrics; a torn last line (of a killed process) is ended first."""
+        """Add a line of metrics; if a killed process left an incomplete last line, that line is ended first."""
         path = self.path / "metrics.jsonl"
         torn = path.exists() and path.stat().st_size and path.read_bytes()[-1:] != b"\n"
         with path.open("a") as stream:
@@ -78,7 +78,7 @@ class RunDir:
         write_atomically(self.path / "checkpoint.pt", lambda path: torch.save(state, path))
 
     def restore(self, trainer: Trainer) -> bool:
-        """Go back to the checkpoint, if there is one."""
+        """Load the checkpoint into ``trainer``; return whether there is one."""
         path = self.path / "checkpoint.pt"
         if not path.exists():
             return False
@@ -86,7 +86,7 @@ class RunDir:
         return True
 
     def finish(self, trainer: Trainer, reason: str | None) -> Line:
-        """Write the result, and drop the checkpoint."""
+        """Write and return the result, and delete the checkpoint; ``reason`` says why the run diverged, if it did."""
         lines = self.metrics()
         pictures = trainer.pictures()
         if pictures is not None:
@@ -109,7 +109,7 @@ class RunDir:
         return result
 
     def fill(self, run: Run) -> None:
-        """Write a run that was done elsewhere, the result last."""
+        """Write a run that was done elsewhere; the result comes last, because it marks the run as ended."""
         self.begin(run.environment)
         lines = "".join(json.dumps(line, allow_nan=False) + "\n" for line in run.metrics)
         write_atomically(self.path / "metrics.jsonl", lambda path: path.write_text(lines))
@@ -121,7 +121,7 @@ class RunDir:
 
     @contextlib.contextmanager
     def locked(self) -> Iterator[None]:
-        """One process at a time; the lock dies with its process."""
+        """Hold the lock of this run, which is released when its process ends (no lock on Windows)."""
         self.path.mkdir(parents=True, exist_ok=True)
         try:
             import fcntl
@@ -143,7 +143,7 @@ def _savez(path: Path, arrays: dict[str, np.ndarray]) -> None:
 
 
 def read_json(path: Path) -> Any:
-    """The content, or None where there is no file."""
+    """The content of a JSON file, or None if there is no file."""
     try:
         return json.loads(path.read_text())
     except FileNotFoundError:
@@ -151,7 +151,7 @@ def read_json(path: Path) -> Any:
 
 
 def read_metrics(path: Path) -> list[Line]:
-    """The lines of a metrics file, the last one of each epoch, without torn ones."""
+    """The lines of a metrics file, the last one for each epoch, without incomplete ones."""
     lines: dict[int, Line] = {}
     if path.exists():
         for text in path.read_text().splitlines():
@@ -163,7 +163,7 @@ def read_metrics(path: Path) -> list[Line]:
 
 @dataclass(frozen=True)
 class Run:
-    """A run as it was found, finished or not."""
+    """A run as read from disk; ``result`` is empty if it has not ended."""
 
     id: str
     config: dict[str, Any]
@@ -179,7 +179,7 @@ class Run:
 
 @dataclass(frozen=True)
 class Collection:
-    """All that a folder of runs (or an export of it) holds."""
+    """The content of a folder of runs, or of an export of one."""
 
     runs: list[Run]
     sweeps: dict[str, dict[str, Any]]

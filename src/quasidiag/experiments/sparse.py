@@ -1,13 +1,13 @@
-r"""A linear layer in which every unit looks at a few inputs only (the sparse network of the paper's Figure 5).
+r"""A linear layer in which every unit has only a few inputs (the sparse network of the paper's Figure 5).
 
 .. math:: y_{nk} = b_k + \sum_j w_{kj}\, a_{n,\, \mathrm{index}_{kj}}
 
 Nothing here has the size of the dense matrix. The product is an ``embedding_bag`` over the
-transposed batch (the "words" are inputs, the "sentences" units), and so is its transpose in the
-backward pass, over the connections sorted by input; both are sums in a fixed order, so a run can be
-repeated bit for bit. The weight's gradient is one dot product a connection, and as the moments are
-gradients of the same kind, so are they: the adapter at the end is all that the Riemannian
-optimizers need.
+transposed batch (the "words" are inputs, the "sentences" units). The backward pass uses another
+one, over the connections sorted by input, for the product with the transposed matrix. Both sum in a
+fixed order, so a run can be repeated bit for bit. The weight's gradient is one dot product per
+connection; the moments of the metric have the same form, so the adapter at the end is all that the
+Riemannian optimizers need.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ import quasidiag as qd
 
 
 class _Product(torch.autograd.Function):
-    """``[in, N] → [units, N]`` along the connections."""
+    """The sparse matrix product ``[in, N] → [units, N]`` and its derivatives."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, layer: SparseLinear) -> Tensor:
@@ -44,7 +44,7 @@ class SparseLinear(nn.Module):
     """Each of ``out_features`` units has ``fan_in`` different inputs, drawn once.
 
     Parameters are ``weight [out_features, fan_in]`` and ``bias [out_features]``; the buffer
-    ``index`` says which input each weight belongs to. Inputs of any leading shape.
+    ``index`` says which input each weight belongs to. Inputs may have any leading shape.
     """
 
     index: Tensor
@@ -90,15 +90,17 @@ class SparseLinear(nn.Module):
         )
 
     def connection_products(self, x: Tensor, grad: Tensor) -> Tensor:
-        """One dot product over the batch for each connection, ``[units, fan_in]``: what the product's own derivative
-        by its weights is, without gathering ``[units, fan_in, N]`` numbers."""
+        """One dot product over the batch for each connection, ``[units, fan_in]``.
+
+        It is the derivative of ``embedding_bag`` by its weights, which needs no gathered ``[units, fan_in, N]`` tensor.
+        """
         with torch.enable_grad():
             weight = torch.zeros_like(self.weight, dtype=x.dtype, requires_grad=True)
             product = F.embedding_bag(self.index, x, per_sample_weights=weight, mode="sum")
             return torch.autograd.grad(product, weight, grad)[0]
 
     def dense_weight(self) -> Tensor:
-        """The same layer's matrix with its zeros, for checks on small layers."""
+        """The weight as a dense matrix, zeros included, for checks on small layers."""
         dense = self.weight.new_zeros(self.out_features, self.in_features)
         return dense.scatter(1, self.index, self.weight)
 

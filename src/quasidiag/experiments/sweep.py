@@ -1,6 +1,6 @@
-"""The search for step sizes, as a function from the results on disk to the runs that are still needed.
+"""The search for step sizes: from the results on disk it works out which runs are still needed.
 
-As it keeps no memory of its own, a sweep that was killed is continued by starting it again.
+It keeps no other state, so a sweep that was killed is continued by starting it again.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from .tasks import Experiment, power
 
 @dataclass(frozen=True)
 class Sweep:
-    """One experiment at one scale: which runs it has, and where they are."""
+    """One experiment at one scale: which runs it needs; they are kept under ``root``."""
 
     experiment: Experiment
     scale: str
@@ -45,17 +45,17 @@ class Sweep:
         return config.override(self.overrides)
 
     def result(self, config: Config) -> Line | None:
-        """What became of a run."""
+        """The result of a run; None until it has ended."""
         return RunDir(self.root, config).result
 
     def cells(self) -> Iterator[tuple[str, str]]:
-        """Every variant with every algorithm."""
+        """Every variant with every chosen algorithm."""
         chosen = self.algorithms or self.experiment.algorithms
         for variant in self.experiment.variants:
             yield from ((variant, a) for a in self.experiment.algorithms if a in chosen)
 
     def values(self, variant: str, algorithm: str, lrs: Sequence[float]) -> dict[float, float]:
-        """The final value of each step size that was tried; infinity where the run diverged."""
+        """The final value of ``select`` for each step size that was tried (seed 0); infinity where the run diverged."""
         found = {}
         for lr in lrs:
             result = self.result(self.config(variant, algorithm, lr))
@@ -66,7 +66,7 @@ class Sweep:
         return found
 
     def lrs(self, variant: str, algorithm: str) -> list[float]:
-        """The step sizes to try, as far as can be known: the grid, grown where its best one is at an end."""
+        """The step sizes to try, as far as results tell: the grid, extended while its best step size is at an end."""
         lrs = self._grown(variant, algorithm)
         if self.experiment.common_grid:
             lrs = sorted({lr for v in self.experiment.variants for lr in self._grown(v, algorithm)})
@@ -105,7 +105,7 @@ class Sweep:
         return configs
 
     def summary(self) -> dict[str, Any]:
-        """The best step sizes and what they reach."""
+        """The best step sizes and the losses they reach, ready for JSON."""
         size = self.experiment.scale(self.scale)
         return {
             "experiment": self.experiment.name,
@@ -155,7 +155,7 @@ class Sweep:
                 yield config, result
 
     def write_summary(self) -> dict[str, Any]:
-        """Put the summary beside the runs."""
+        """Write the summary into ``sweeps``, beside the runs, and return it."""
         summary = self.summary()
         folder = Path(self.root) / "sweeps"
         folder.mkdir(parents=True, exist_ok=True)
@@ -164,13 +164,13 @@ class Sweep:
 
 
 def best_of(values: dict[float, float]) -> float | None:
-    """The step size of the lowest value; None where all diverged."""
+    """The step size with the lowest value; None if all diverged or there are none."""
     finite = {lr: value for lr, value in values.items() if math.isfinite(value)}
     return min(finite, key=lambda lr: finite[lr]) if finite else None
 
 
 def edge_of(lrs: Sequence[float], best: float | None) -> str | None:
-    """Whether the best step size is at an end of what was tried, so that a better one may lie beyond."""
+    """'low' or 'high' if the best step size is at that end of ``lrs``, so that a better one may lie beyond; else None."""
     if best is None or len(lrs) < 2:
         return None
     return "low" if best == lrs[0] else "high" if best == lrs[-1] else None

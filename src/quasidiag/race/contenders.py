@@ -1,6 +1,6 @@
-"""Who races: ours with nothing but its defaults, and peers at the best of several step sizes.
+"""The contenders of the race: ours with its defaults only, and peers at the best of several step sizes.
 
-Weight decay is off everywhere, because the training loss is what is compared. All that is not said here is each
+Weight decay is off everywhere, because training losses are compared. Every option that is not set here is the
 optimizer's own default.
 """
 
@@ -24,7 +24,7 @@ OURS = "Riemannian"
 
 @dataclass(frozen=True)
 class Contender:
-    """``exponents`` of ten begin the search for its step size; ``graph``: a step can be a CUDA graph."""
+    """The search for its step size begins at ``exponents`` of ten; ``graph``: a step can be captured as a CUDA graph."""
 
     make: Make
     exponents: tuple[int, ...]
@@ -39,7 +39,7 @@ class Contender:
 
 
 class Together(Optimizer):
-    """Several optimizers, each for its own parameters, as one."""
+    """Several optimizers, each with its own parameters, combined into one."""
 
     def __init__(self, parts: Sequence[Optimizer]) -> None:
         self.parts = [part for part in parts if part.param_groups]
@@ -60,7 +60,7 @@ class Together(Optimizer):
 
 
 class Muon32(torch.optim.Muon):
-    """Muon with its iteration in float32: few CPUs multiply in bfloat16 at any speed."""
+    """Muon with its iteration in float32, because bfloat16 products are slow on most CPUs."""
 
     @torch.no_grad()
     def step(self, closure: Any = None) -> None:  # type: ignore[override]
@@ -93,7 +93,7 @@ def _riemannian(
     model: nn.Module, criterion: qd.OutputModel, lr: float, device: str, **options: float
 ) -> Optimizer:
     optimizer = qd.Riemannian(model, criterion, **options)  # type: ignore[arg-type]
-    for group in optimizer.param_groups:  # the factor: 1 unless its robustness is what is measured
+    for group in optimizer.param_groups:  # a factor on the step: 1, except in robustness runs
         group["lr"] = lr
     return optimizer
 
@@ -113,7 +113,7 @@ def _sgd(model: nn.Module, criterion: qd.OutputModel, lr: float, device: str) ->
 
 
 def _muon(model: nn.Module, criterion: qd.OutputModel, lr: float, device: str) -> Optimizer:
-    """Muon on the matrices, AdamW on the rest, embeddings among it, at the same step size."""
+    """Muon on the matrices; AdamW at the same step size on the rest, including embeddings."""
     tables = {m.weight for m in model.modules() if isinstance(m, nn.Embedding)}
     matrices = [p for p in model.parameters() if p.ndim == 2 and p not in tables]
     own = {id(p) for p in matrices}
@@ -135,7 +135,7 @@ def _packaged(name: str, **options: Any) -> Make:
 
 
 def _singd(kfac_like: bool) -> Make:
-    """Dense and convolutional layers; AdamW at its default step size takes the rest."""
+    """SINGD (or K-FAC) on dense and convolutional layers; AdamW at its default step size on the rest."""
 
     def make(model: nn.Module, criterion: qd.OutputModel, lr: float, device: str) -> Optimizer:
         from singd.optim.optimizer import SINGD
@@ -158,7 +158,7 @@ def _singd(kfac_like: bool) -> Make:
     return make
 
 
-#: Ours first, then by how much they tell.
+#: Ours first, then the most informative peers: runs are done in this order.
 CONTENDERS: dict[str, Contender] = {
     OURS: Contender(_riemannian, (0,)),
     "AdamW": Contender(_adamw, (-4, -3, -2), graph=True),
@@ -177,5 +177,5 @@ CONTENDERS: dict[str, Contender] = {
 
 
 def installed() -> tuple[str, ...]:
-    """Those that can race here."""
+    """The contenders whose packages are installed."""
     return tuple(name for name, contender in CONTENDERS.items() if contender.installed)

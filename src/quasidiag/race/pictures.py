@@ -64,7 +64,7 @@ def draw(summary: dict[str, Any]) -> Figure:
         device = {"cpu": "on a CPU", "cuda": "on a GPU"}.get(summary["timing"].get("device"), "")
         axes[1].set_xlabel(f"Seconds of training {device}".rstrip())
     drawn = [value for row in summary["contenders"] for value in row["curve"]["loss"][1:]]
-    if min(drawn) == 0:  # fitted to the last digit: there is no place for it on a logarithmic axis
+    if min(drawn) == 0:  # a loss of exactly 0 has no place on a logarithmic axis
         drawn = [value for value in drawn if value > 0]
     for axis in axes:
         axis.set_xscale("log")
@@ -81,7 +81,7 @@ def draw(summary: dict[str, Any]) -> Figure:
 
 
 def _curves(axis: Axes, summary: dict[str, Any], places: dict[str, list[float]]) -> None:
-    """From the first step on; ``places``: where the losses of a contender are along the axis."""
+    """Draw each contender's loss from the first step on; ``places`` has its horizontal positions, by contender."""
     for row in summary["contenders"]:
         name = row["contender"]
         if name not in places:

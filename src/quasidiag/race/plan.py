@@ -1,4 +1,4 @@
-"""Which runs the race still needs, as a function of the results on disk (see :mod:`quasidiag.experiments.sweep`)."""
+"""Works out from the results on disk which runs the race still needs (see :mod:`quasidiag.experiments.sweep`)."""
 
 from __future__ import annotations
 
@@ -17,9 +17,10 @@ from .tasks import FACTORS, ROBUSTNESS, SCHEDULES
 
 @dataclass(frozen=True)
 class Plan(Sweep):
-    """One task: every peer over step sizes and schedules, ours as it is.
+    """The runs of one task: every peer at several step sizes and schedules, ours untuned.
 
-    With ``robustness`` ours also runs at other factors, other minibatch sizes and with other shares in its metric.
+    With ``robustness`` ours also runs at other factors, with other minibatch sizes, and with its metric on a share of
+    each minibatch. Without ``extend`` peers stay on the grid that their search begins with.
     """
 
     robustness: bool = False
@@ -27,7 +28,7 @@ class Plan(Sweep):
     data_dir: str | None = None
 
     def cells(self) -> Iterator[tuple[str, str]]:
-        """Ours first: its runs are the longest."""
+        """Every schedule with every contender; ours comes first, because its runs take longest."""
         for algorithm in (a for a in CONTENDERS if a in self.algorithms):
             schedules = ("constant",) if algorithm == OURS else SCHEDULES
             yield from ((schedule, algorithm) for schedule in schedules)
@@ -35,7 +36,7 @@ class Plan(Sweep):
             yield from ((variant, OURS) for variant in ROBUSTNESS)
 
     def lrs(self, variant: str, algorithm: str) -> list[float]:
-        """Ours is not tuned: a factor of 1, and the others only to see what they do."""
+        """The step sizes to try. Ours is not tuned: its factor is 1, except in the robustness runs that vary it."""
         if algorithm == OURS:
             return list(FACTORS) if variant == "factor" else [1.0]
         if not self.extend:
@@ -43,17 +44,17 @@ class Plan(Sweep):
         return super().lrs(variant, algorithm)
 
     def pending(self) -> list[Config]:
-        """The runs that can be done now; only what stands for a contender has more than one seed."""
+        """The runs that can be done now; seeds beyond the first only for the schedule and step size of :meth:`chosen`."""
         chosen = {a: self.chosen(a) for a in self.algorithms}
         wanted = super().pending()
         return [c for c in wanted if c.seed == 0 or (c.variant, c.lr) == chosen[c.algorithm]]
 
     def metrics(self, config: Config) -> list[Line]:
-        """The curve of a run."""
+        """The lines of metrics of a run."""
         return RunDir(self.root, config).metrics()
 
     def best(self, algorithm: str) -> tuple[str, float] | None:
-        """The schedule and step size of the lowest final loss on the first seed; None where nothing ended well."""
+        """The schedule and step size with the lowest final loss on the first seed; None if no run has finished."""
         found = {
             (schedule, lr): value
             for schedule in SCHEDULES
@@ -63,26 +64,26 @@ class Plan(Sweep):
         return min(found, key=lambda key: found[key]) if found else None
 
     def tuned(self, algorithm: str) -> bool:
-        """Whether a peer's search is over: half of one would not be fair."""
+        """Whether a peer's search has ended; to show its best before that would be unfair."""
         lrs = {schedule: self.lrs(schedule, algorithm) for schedule in SCHEDULES}
         return all(len(self.values(s, algorithm, lrs[s])) == len(lrs[s]) for s in SCHEDULES)
 
     def chosen(self, algorithm: str) -> tuple[str, float] | None:
-        """The schedule and step size that stand for a contender: its best; ours as it is."""
+        """The schedule and step size at which a contender is shown: a peer's best, ours untuned; None if there is none."""
         if algorithm != OURS:
             return self.best(algorithm) if self.tuned(algorithm) else None
         ended_well = best_of(self.values("constant", OURS, [1.0])) is not None
         return ("constant", 1.0) if ended_well else None
 
     def curves(self, schedule: str, algorithm: str, lr: float) -> list[list[Line]]:
-        """The curves of all seeds that finished."""
+        """The metrics of every seed that finished without diverging."""
         seeds = self.experiment.scale(self.scale).seeds
         configs = [self.config(schedule, algorithm, lr, seed) for seed in seeds]
         done = [(config, self.result(config)) for config in configs]
         return [self.metrics(c) for c, result in done if result and result["status"] == "finished"]
 
     def tried(self, algorithm: str) -> list[dict[str, Any]]:
-        """Every run of a contender's search, with what became of it."""
+        """Every run of a contender's search, with its status and final loss."""
         return [
             {"schedule": schedule, **self._tried(schedule, algorithm, lr)}
             for schedule in SCHEDULES
@@ -91,7 +92,7 @@ class Plan(Sweep):
 
 
 def ordered(plans: Sequence[Plan]) -> list[Config]:
-    """All pending runs: ours first, then contender by contender, tasks in their order."""
+    """All pending runs, by contender (ours first), then seed, then task; robustness runs come last."""
     rank = {name: k for k, name in enumerate(CONTENDERS)}
     pending = [
         (config.variant in ROBUSTNESS, rank[config.algorithm], config.seed, k, config)

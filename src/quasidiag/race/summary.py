@@ -1,7 +1,7 @@
-"""What the race says: steps and time to given losses, final losses, and how ours stands other factors and batches.
+"""The results of the race: steps and time to given losses, final losses, and ours at other factors and batch sizes.
 
-Losses are looked at after each of the first steps, then less and less often; in between they are taken to fall on a
-straight line, for everybody alike.
+Losses are measured after each of the first steps, then less and less often; between two measurements they are
+interpolated linearly, for all contenders alike.
 """
 
 from __future__ import annotations
@@ -24,7 +24,8 @@ from .timing import Pace, elapsed
 from .train import EVERY_ONE
 
 REFERENCE = "AdamW"
-#: Parts of the slowest contender's run at which the levels for the comparison by time are read.
+#: Contenders are compared by the time to the losses of the slowest one (with the highest final loss) at these fractions
+#: of its run.
 PARTS = (0.1, 0.5, 1.0)
 
 Curve = dict[str, list[float]]
@@ -32,7 +33,7 @@ Timing = dict[str, dict[str, Any]]
 
 
 def mean_curve(runs: Sequence[Sequence[Line]], key: str) -> Curve:
-    """Epochs (of which there are parts), the mean loss over seeds, and its range."""
+    """The mean, lowest and highest loss over seeds, at those epochs (also fractions) where every run measured it."""
     points = [_points(run, key) for run in runs]
     epochs = sorted(set.intersection(*(set(seen) for seen in points)))
     values = [[seen[epoch] for seen in points] for epoch in epochs]
@@ -45,13 +46,13 @@ def mean_curve(runs: Sequence[Sequence[Line]], key: str) -> Curve:
 
 
 def _points(run: Sequence[Line], key: str) -> dict[float, float]:
-    """The loss at each epoch, and at the moments between two of them at which it was looked at."""
+    """The loss of a run by epoch, including fractions of an epoch where it was measured."""
     between = {epoch: loss for line in run for epoch, loss in line.get("within") or []}
     return between | {float(line["epoch"]): line[key] for line in run}
 
 
 def unseen(runs: Sequence[Sequence[Line]], key: str) -> dict[str, float]:
-    """On validation data, the mean over seeds: the lowest loss after an epoch, the last one, and the errors then."""
+    """Means over seeds on validation data: the lowest loss after any epoch, the last loss, and the last error."""
     losses = [[line[key] for line in run if math.isfinite(line[key])] for run in runs]
     return {
         "lowest": fmean(map(min, losses)),
@@ -61,7 +62,7 @@ def unseen(runs: Sequence[Sequence[Line]], key: str) -> dict[str, float]:
 
 
 def reached(curve: Curve, level: float) -> float | None:
-    """The epoch at which a curve first comes down to a level; None where it does not."""
+    """The epoch at which a curve first comes down to ``level``, interpolated; None if it never does."""
     previous: tuple[float, float] | None = None
     for epoch, loss in zip(curve["epoch"], curve["loss"]):
         if loss <= level:
@@ -74,7 +75,7 @@ def reached(curve: Curve, level: float) -> float | None:
 
 
 def at(curve: Curve, epoch: float) -> float:
-    """The loss at an epoch."""
+    """The loss at an epoch, interpolated; after the end of the curve, its last loss."""
     pairs = list(zip(curve["epoch"], curve["loss"]))
     for (e0, l0), (e1, l1) in pairwise(pairs):
         if e0 <= epoch <= e1:
@@ -83,7 +84,7 @@ def at(curve: Curve, epoch: float) -> float:
 
 
 def summarise(plan: Plan, timing: Timing | None = None) -> dict[str, Any]:
-    """One task. ``timing``: by task, the pace of each contender, measured in turns."""
+    """The results of one task, ready for JSON. ``timing`` has, by task, the pace of each contender."""
     task = find(plan.experiment.name)
     rows: dict[str, dict[str, Any]] = {}
     seen: list[list[Line]] = []
@@ -125,9 +126,9 @@ def summarise(plan: Plan, timing: Timing | None = None) -> dict[str, Any]:
 
 
 def _steps_per_epoch(runs: Sequence[Sequence[Line]]) -> int:
-    """Each of the first steps was looked at, and its part of an epoch kept: so the data need not be there.
+    """Steps per epoch, found without the data: from the fractions of an epoch kept with the losses of the first steps.
 
-    Where a loss was not finite, and is missing, the count comes out too small.
+    A loss that was not finite is missing and makes the count too small, so the largest count of all runs is taken.
     """
     counts = [0]
     for run in runs:
@@ -137,7 +138,7 @@ def _steps_per_epoch(runs: Sequence[Sequence[Line]]) -> int:
 
 
 def _compare(rows: dict[str, dict[str, Any]], steps: int, timing: dict[str, Any] | None) -> None:
-    """Write into each row what it reaches, and when."""
+    """Add to each row its losses, and the steps and seconds to the reference's final loss and to the levels."""
     if not rows:
         return
     slowest = max(rows.values(), key=lambda row: row["curve"]["loss"][-1])
@@ -166,7 +167,7 @@ def _compare(rows: dict[str, dict[str, Any]], steps: int, timing: dict[str, Any]
 
 
 def _robustness(plan: Plan, rows: dict[str, dict[str, Any]]) -> list[dict[str, Any]]:
-    """Ours at other factors, minibatch sizes and shares, beside itself after the same number of epochs."""
+    """Ours at other factors, minibatch sizes and shares, beside its untuned loss after the same number of epochs."""
     found = []
     for variant in ROBUSTNESS:
         for lr in FACTORS if variant == "factor" else (1.0,):
@@ -191,10 +192,10 @@ def _robustness(plan: Plan, rows: dict[str, dict[str, Any]]) -> list[dict[str, A
 def write(summaries: Sequence[dict[str, Any]], out: Path) -> None:
     """``summary.json`` with everything, ``summary.csv`` and ``tables.md`` with the results."""
     out.mkdir(parents=True, exist_ok=True)
-    # Tables as whoever reads the file would make them.
+    # Rounded before the tables are made, so that they agree with the file.
     summaries = [_rounded(summary) for summary in summaries]
     lines = [json.dumps(s, allow_nan=False, separators=(",", ":")) for s in summaries]
-    text = "[\n" + ",\n".join(lines) + "\n]\n"  # a task a line
+    text = "[\n" + ",\n".join(lines) + "\n]\n"  # one line per task
     write_atomically(out / "summary.json", lambda path: path.write_text(text))
     rows = [row for summary in summaries for row in _flat(summary)]
     if rows:
@@ -208,7 +209,7 @@ def write(summaries: Sequence[dict[str, Any]], out: Path) -> None:
 
 
 def _rounded(value: Any) -> Any:
-    """The same with floats of six digits."""
+    """``value`` with all its floats rounded to six significant digits."""
     if isinstance(value, dict):
         return {key: _rounded(entry) for key, entry in value.items()}
     if isinstance(value, list):

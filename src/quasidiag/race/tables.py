@@ -11,7 +11,7 @@ from .timing import Pace, elapsed
 
 
 def tables(summaries: Sequence[dict[str, Any]]) -> str:
-    """All of them, one after the other."""
+    """All tables that have data, one after the other."""
     known = [s for s in summaries if s["contenders"]]
     kinds = (steps, finals, unseen, errors, times, paces, starts, robustness)
     parts = [kind(known) for kind in kinds]
@@ -19,7 +19,7 @@ def tables(summaries: Sequence[dict[str, Any]]) -> str:
 
 
 def names(summaries: Sequence[dict[str, Any]]) -> list[str]:
-    """Every contender that is in one of them, in order."""
+    """Every contender in any of the summaries, in order."""
     return list(dict.fromkeys(row["contender"] for s in summaries for row in s["contenders"]))
 
 
@@ -59,7 +59,7 @@ def unseen(summaries: Sequence[dict[str, Any]]) -> str:
 
 
 def errors(summaries: Sequence[dict[str, Any]]) -> str:
-    """What classifiers get wrong of the validation data at the end."""
+    """The share of validation data that classifiers get wrong at the end."""
     known = [s for s in summaries if s["kind"] == "classifier"]
     columns = names(known)
     lines = [("task", *columns)]
@@ -75,7 +75,7 @@ def errors(summaries: Sequence[dict[str, Any]]) -> str:
 
 
 def steps(summaries: Sequence[dict[str, Any]]) -> str:
-    """Steps until tuned AdamW's final loss, as a share of AdamW's."""
+    """Steps to the final loss of tuned AdamW, as a share of AdamW's steps."""
     columns = [name for name in names(summaries) if name != REFERENCE]
     lines = [("task", f"{REFERENCE}'s steps", "to a loss of", *columns)]
     for s in summaries:
@@ -89,7 +89,7 @@ def steps(summaries: Sequence[dict[str, Any]]) -> str:
 
 
 def times(summaries: Sequence[dict[str, Any]]) -> str:
-    """Seconds to the losses that the slowest has at 10, 50 and 100 % of its run."""
+    """Seconds to the losses that the slowest contender has at 10, 50 and 100 % of its run."""
     timed = [s for s in summaries if s["timing"]]
     if not timed:
         return ""
@@ -113,7 +113,7 @@ def paces(summaries: Sequence[dict[str, Any]]) -> str:
 
 
 def starts(summaries: Sequence[dict[str, Any]]) -> str:
-    """How long the first steps take, in which ours always measures."""
+    """The mean time of the first four steps, in each of which ours measures its metric and model."""
     title = "The mean of the first four steps, in milliseconds"
     return _paces(summaries, title, lambda pace: elapsed(pace, 4) / 4)
 
@@ -132,7 +132,7 @@ def _paces(
 
 
 def robustness(summaries: Sequence[dict[str, Any]]) -> str:
-    """Ours at other factors, minibatch sizes and shares."""
+    """Our losses at other factors, with other minibatch sizes, and with the metric on a share of each minibatch."""
     tested = [s for s in summaries if s["robustness"]]
     if not tested:
         return ""

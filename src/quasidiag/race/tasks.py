@@ -1,7 +1,7 @@
-"""What is raced on, as data: the paper's networks, deeper ones, a convolutional net and a character GPT.
+"""The tasks of the race, as data: the paper's networks, deeper ones, a convolutional net and a character GPT.
 
-Minibatches are shuffled anew in every epoch. The loss that counts is the training loss, on a fixed subset of the
-training data: this is a comparison of optimizers, and nothing is chosen by validation or test data.
+Minibatches are reshuffled in every epoch. Contenders are compared by the training loss on a fixed subset of the
+training data, because this is a comparison of optimizers; nothing is chosen by validation or test data.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ SCHEDULES: Mapping[str, Mapping[str, Any]] = {
     "constant": {"schedule": "constant"},
     "cosine": {"schedule": "cosine"},
 }
-#: What ours must survive: factors in the place of 1, minibatches of other sizes, and shares of them in the metric.
+#: The robustness runs of ours: factors on its step, minibatch sizes, and shares of each minibatch used for the metric.
 FACTORS = (0.1, 0.3, 1.0, 2.0)
 BATCHES = (50, 200, 1000, 2000)
 SHARES = (0.1, 0.3)
@@ -34,7 +34,7 @@ SCALES = ("smoke", "small", "medium", "full")
 
 @dataclass(frozen=True)
 class RaceConfig(Config):
-    """A run of the race: also which kind of network, and what becomes of the step size along the way."""
+    """The config of a run of the race, which adds the kind of network and the schedule of the step size."""
 
     network: str = "dense"
     schedule: str = "constant"
@@ -46,12 +46,12 @@ class RaceConfig(Config):
 
     @property
     def options(self) -> dict[str, Any]:
-        """What the optimizer is given besides its step size."""
+        """The options of the optimizer besides its step size."""
         name, _, share = self.variant.partition("-")
         return {"metric_fraction": float(share)} if name == "share" else {}
 
     def factor(self, epoch: int) -> float:
-        """What multiplies the step size in an epoch, the first being 0."""
+        """The factor by which the schedule multiplies the step size in ``epoch``, counted from 0."""
         if self.schedule == "constant":
             return 1.0
         return (1 + math.cos(math.pi * epoch / self.epochs)) / 2
@@ -66,7 +66,7 @@ class Task(Experiment):
     kind: str = "classifier"
 
     def scale(self, name: str) -> Scale:
-        """``smoke``: does it run; ``small``: two cores; ``medium``: all data; ``full``: all epochs."""
+        """``smoke`` checks that it runs, ``small`` suits two cores, ``medium`` has all data, ``full`` also all epochs."""
         epochs = self.paper_epochs
         if name == "smoke":
             return Scale(2, 200, 100, None, batch_size=50, extend=0, grid_points=2)
@@ -91,7 +91,7 @@ class Task(Experiment):
         dataset: str | None = None,
         device: str = "cpu",
     ) -> RaceConfig:
-        """The run of one contender at one step size; those for robustness take a fifth of the epochs."""
+        """The run of one contender at one step size; robustness runs have a fifth of the epochs."""
         settings = {**self.settings(variant, scale, dataset), "network": self.network}
         if variant in ROBUSTNESS:
             settings["epochs"] = max(1, settings["epochs"] // 5)
@@ -109,7 +109,7 @@ class Task(Experiment):
 
 def _task(name: str, title: str, layers: tuple[int, ...], epochs: int, **values: Any) -> Task:
     autoencoder = values.get("output", "categorical") != "categorical"
-    # A fixed Gaussian's NLL is the half squared error and a large constant, which would hide ratios.
+    # A fixed Gaussian's NLL is half the squared error plus a large constant, which would hide ratios.
     select = "train_error" if values.get("output") == "gaussian" else "train_nll"
     return Task(
         name,
@@ -133,7 +133,7 @@ DEEP = (784, 1000, 500, 250, 30, 250, 500, 1000, 784)
 SPARSE = (784, 2560, 1280, 640, 320, 160, 80, 40, 20, 10)
 EEG = (56, 32, 16, 8, 4, 8, 16, 32, 56)
 
-#: The most telling first: a time limit cuts the end of the list.
+#: The most informative first, because a time limit cuts off the end of the list.
 TASKS: tuple[Task, ...] = (
     _task("ae", "Autoencoder of MNIST", AUTOENCODER, 25, output="gaussian", options=SIGMOID),
     _task("deep", "Deep autoencoder of MNIST", DEEP, 25, output="gaussian", options=SIGMOID),
@@ -191,7 +191,7 @@ BY_NAME = {task.name: task for task in TASKS}
 
 
 def find(name: str) -> Task:
-    """A task by name; a wrong one gets a suggestion."""
+    """A task by name; an unknown name raises an error with a suggestion."""
     if name not in BY_NAME:
         raise suggest("task", name, BY_NAME)
     return BY_NAME[name]

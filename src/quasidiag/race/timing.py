@@ -1,6 +1,4 @@
-"""The time of the first steps of every contender and of later ones, in turns, so that whatever else the machine does
-falls on all of them.
-"""
+"""Times the first and later steps of every contender, in turns, so that other load on the machine affects all alike."""
 
 from __future__ import annotations
 
@@ -20,24 +18,25 @@ from .contenders import CONTENDERS, OURS
 from .plan import Plan
 from .train import RaceTrainer
 
-#: Steps before the first measurement: what a process does once was done, and what is done every tenth step too.
+#: Untimed steps at first, enough for all one-time initialisation, including that of work done every tenth step.
 WARM_UP = 11
-#: The first steps of a run cost more than later ones, some of them more than others: each is timed.
+#: How many of a run's first steps are timed one by one: they cost more than later ones, and not all the same.
 FIRST = 20
-#: Later steps, of ours and of a peer: a multiple of what they do only now and then. Ours measures every sixth and
-#: every eighth step; SOAP, SINGD and K-FAC do so every tenth.
+#: How many later steps are timed together, for ours and for peers: multiples of the periods of work that is not done in
+#: every step. Ours measures its model every sixth and its metric every eighth step; SOAP, SINGD and K-FAC theirs every
+#: tenth.
 OWN, PEERS = 24, 20
 
 
 class Pace(TypedDict):
-    """Seconds from the start of a run to the end of each of its first steps, and of a step after these."""
+    """``first``: seconds from the start of a run to the end of each of its first steps; ``then``: seconds per later step."""
 
     first: list[float]
     then: float
 
 
 def elapsed(pace: Pace, steps: float) -> float:
-    """Seconds from the start of a run to a step, or to a part of one."""
+    """Seconds from the start of a run until ``steps`` steps are done, which need not be a whole number."""
     first = pace["first"]
     whole = min(int(steps), len(first))
     before = first[whole - 1] if whole else 0.0
@@ -46,9 +45,9 @@ def elapsed(pace: Pace, steps: float) -> float:
 
 
 def measure(plan: Plan, rounds: int = 7, seconds: float | None = None) -> dict[str, Any]:
-    """The pace of every contender on one task, the median of runs that each begin anew.
+    """The pace of every contender on one task: the median of up to ``rounds`` runs, each from a fresh start.
 
-    ``seconds`` are shared out evenly: whoever has used up its share, after one round at the least, is done.
+    Contenders share ``seconds`` evenly; one that has used up its share takes no further runs, but each has at least one.
     """
     names = [name for name in CONTENDERS if name in plan.algorithms]
     share = math.inf if seconds is None else seconds / len(names)
@@ -59,7 +58,7 @@ def measure(plan: Plan, rounds: int = 7, seconds: float | None = None) -> dict[s
             for name in names:
                 start = time.perf_counter()
                 trainer = _trainer(plan, name)
-                gc.collect()  # what the one before left is not this one's to clear away
+                gc.collect()  # so that no garbage of the previous contender is collected here
                 taken[name].append(_pace(trainer, OWN if name == OURS else PEERS))
                 spent[name] += time.perf_counter() - start
             advance(f"{plan.experiment.name}: a run of each")
@@ -70,13 +69,13 @@ def measure(plan: Plan, rounds: int = 7, seconds: float | None = None) -> dict[s
 
 
 def _trainer(plan: Plan, name: str) -> RaceTrainer:
-    """A contender at a step size that it does not diverge with."""
+    """A fresh run of a contender, at a step size with which it does not diverge."""
     lr = 1.0 if name == OURS else 1e-4
     return RaceTrainer(plan.config("constant", name, lr), plan.data_dir)
 
 
 def _warm_up(plan: Plan, name: str) -> float:
-    """A few steps of a run that does not count; how long all of it took."""
+    """Do a few steps of a run that is then discarded; return the seconds that this took."""
     start = time.perf_counter()
     trainer = _trainer(plan, name)
     trainer.model.train()
@@ -87,7 +86,7 @@ def _warm_up(plan: Plan, name: str) -> float:
 
 
 def _pace(trainer: RaceTrainer, later: int) -> Pace:
-    """A run's first steps, and the mean of so many later ones; taking minibatches out of the data is part of it."""
+    """Time the first steps of a run, and the mean of ``later`` further ones; this includes fetching the minibatches."""
     trainer.model.train()
     minibatches = _minibatches(trainer)
     first = []
@@ -104,13 +103,13 @@ def _pace(trainer: RaceTrainer, later: int) -> Pace:
 
 
 def _minibatches(trainer: RaceTrainer) -> Iterator[tuple[Tensor, Tensor]]:
-    """Those of one epoch after the other."""
+    """An endless stream of minibatches, epoch after epoch."""
     while True:
         yield from trainer._minibatches()
         trainer.epoch += 1
 
 
 def _median(paces: Sequence[Pace]) -> Pace:
-    """Step by step."""
+    """The median over runs, for each step separately."""
     first = [median(at) for at in zip(*(pace["first"] for pace in paces))]
     return {"first": first, "then": median(pace["then"] for pace in paces)}

@@ -23,16 +23,16 @@ from . import networks
 from .contenders import CONTENDERS
 from .tasks import RaceConfig, find
 
-#: The loss is looked at after each of the first steps, then whenever there are this many times as many.
+#: The loss is measured after each of the first ``EVERY_ONE`` steps, then whenever the step number has grown by ``THEN``.
 EVERY_ONE, THEN = 20, 1.1
 
-#: A worker goes from task to task; the device has room for the data of all.
+#: Datasets are cached because a worker does runs of many tasks; there is room for all of them.
 _load = lru_cache(maxsize=8)(datasets.load)
 
 
 @lru_cache(maxsize=8)
 def _on_device(dataset: str, device: str, data_dir: str | None) -> tuple[Tensor, Tensor | None]:
-    """All inputs, and the labels where there are some."""
+    """All inputs of a dataset, and its labels or None, on the device."""
     data = _load(dataset, data_dir)
     x = torch.from_numpy(data.inputs.copy()).to(device)
     x = x.float() / 255 if x.dtype == torch.uint8 else x
@@ -42,7 +42,7 @@ def _on_device(dataset: str, device: str, data_dir: str | None) -> tuple[Tensor,
 
 
 def split(config: Config, data_dir: str | None) -> Split:
-    """The data of a run: the authors' split, full minibatches only."""
+    """The data of a run: the authors' split, cut to full minibatches."""
     if config.dataset == "text":
         rows = networks.text().to(config.device)
         x, targets = rows[:, :-1], rows[:, 1:]
@@ -69,7 +69,7 @@ def split(config: Config, data_dir: str | None) -> Split:
 
 
 class RaceTrainer(Trainer):
-    """The state of a run between two epochs."""
+    """A run in progress, with shuffled minibatches, a schedule, and losses measured within epochs."""
 
     config: RaceConfig
 
@@ -95,7 +95,7 @@ class RaceTrainer(Trainer):
         return made
 
     def _minibatches(self) -> Iterator[tuple[Tensor, Tensor]]:
-        """In an order that depends on the seed and the epoch only, so that a resumed run takes the same one."""
+        """The minibatches of an epoch, shuffled by seed and epoch only, so that a resumed run has the same order."""
         x, t = self.data.train
         generator = torch.Generator().manual_seed(1000 * self.config.seed + self.epoch)
         order = torch.randperm(len(x), generator=generator).to(x.device)
@@ -103,7 +103,7 @@ class RaceTrainer(Trainer):
             yield x[chosen], t[chosen]
 
     def train_epoch(self) -> None:
-        """An epoch at its own step size; a graph has the step size in it, and is captured anew when that changes."""
+        """Train one epoch at its scheduled step size; a CUDA graph contains it, so a graph is captured for each new one."""
         factor = self.config.factor(self.epoch)
         for group, lr in zip(self.optimizer.param_groups, self._lrs):
             group["lr"] = lr * factor
@@ -127,7 +127,7 @@ class RaceTrainer(Trainer):
 
     @torch.no_grad()
     def _look(self, epoch: float) -> None:
-        """Keep the training loss of the moment; nothing else changes."""
+        """Record the current training loss at ``epoch`` (a fraction); training is not affected."""
         self.model.eval()
         loss = self._means(self.data.evaluated)[
             find(self.config.experiment).select == "train_error"
@@ -137,7 +137,7 @@ class RaceTrainer(Trainer):
         self.model.train()
 
     def evaluate(self) -> dict[str, Any]:
-        """The metrics of this epoch, with the training losses on the way there, ``[epoch, loss]``."""
+        """The metrics of this epoch; ``within`` has the training losses since the last evaluation, as ``[epoch, loss]``."""
         within, self._within = self._within, []
         return {**super().evaluate(), "within": within}
 
@@ -149,12 +149,12 @@ class RaceTrainer(Trainer):
         return torch.stack([self.criterion(y, t) * len(x), wrong]).double()
 
     def pictures(self) -> None:
-        """None are kept."""
+        """The race keeps no pictures."""
         return None
 
 
 def looked_at(step: int) -> bool:
-    """Whether the loss is looked at after so many steps."""
+    """Whether the loss is measured after ``step`` steps."""
     if step <= EVERY_ONE:
         return True
     before, now = (math.floor(math.log(n / EVERY_ONE, THEN)) for n in (step - 1, step))
@@ -162,7 +162,7 @@ def looked_at(step: int) -> bool:
 
 
 def work(config: dict[str, Any], settings: pool.Settings) -> pool.Outcome:
-    """What a worker does."""
+    """Do one run of the race, in a worker."""
     return _work(config, settings)
 
 

@@ -1,1 +1,1 @@
-"""The subcommands of ``quasidiag`` that have no better home, one a module."""
+"""The subcommands of ``quasidiag`` that belong to no other package, one per module."""

@@ -31,7 +31,7 @@ def add_parser(subparsers: Any) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Do it for each dataset; the exit code is 2 if any could not be read."""
+    """Check or prepare each dataset; the exit code is 2 if any could not be read."""
     names = arguments.names or list(datasets.NAMES)
     for name in names:
         if name not in datasets.NAMES:

@@ -1,4 +1,4 @@
-"""Arguments that several commands share, and what they mean."""
+"""Arguments that several commands share, and functions that check and convert their values."""
 
 from __future__ import annotations
 
@@ -54,27 +54,27 @@ def add_runs(parser: argparse.ArgumentParser) -> None:
 
 
 def device(arguments: argparse.Namespace) -> str:
-    """The device, once it is sure that there is one."""
+    """The device asked for; raises a UsageError if it is CUDA and there is none."""
     if arguments.device == "cuda" and not torch.cuda.is_available():
         raise UsageError("--device cuda: torch sees no CUDA device here")
     return str(arguments.device)
 
 
 def data_dir(arguments: argparse.Namespace) -> str | None:
-    """The data folder as an absolute path, for workers that may run elsewhere."""
+    """The data folder as an absolute path, because workers may have another working directory; None means the cache."""
     folder = data_folder(arguments.data_dir)
     return None if folder is None else str(folder.resolve())
 
 
 def runs_dir(arguments: argparse.Namespace) -> str:
-    """The folder of runs as an absolute path, which can be written to."""
+    """The folder of runs as an absolute path, created if missing and checked to be writable."""
     path = Path(arguments.runs).expanduser().resolve()
     _make(path, f"--runs {arguments.runs}")
     return str(path)
 
 
 def _make(folder: Path, given: str) -> None:
-    """A folder that can be written to, for what was given."""
+    """Create ``folder`` if missing; raise a UsageError that starts with ``given`` if it cannot be created or written to."""
     try:
         folder.mkdir(parents=True, exist_ok=True)
     except OSError as error:
@@ -83,11 +83,11 @@ def _make(folder: Path, given: str) -> None:
         raise UsageError(f"{given}: no permission to write there")
 
 
-# Types for argparse. What they refuse is refused before the work is done, and their UsageError is a line without the usage.
+# Types for argparse. They reject bad values before any work is done; a UsageError prints one line, without the usage text.
 
 
 def output(text: str) -> Path:
-    """A file to write, in a folder that is made if there is none."""
+    """The path of a file to write; its folder is created if missing."""
     path = Path(text)
     if not path.exists():
         _make(path.parent, text)
@@ -97,7 +97,7 @@ def output(text: str) -> Path:
 
 
 def picture(text: str) -> Path:
-    """Such a file of a kind that matplotlib draws."""
+    """Like :func:`output`, but only for file types that matplotlib can write."""
     from matplotlib.backend_bases import FigureCanvasBase
 
     kinds, kind = FigureCanvasBase.get_supported_filetypes(), Path(text).suffix[1:]
@@ -107,7 +107,7 @@ def picture(text: str) -> Path:
 
 
 def existing(text: str) -> Path:
-    """A file to read."""
+    """The path of a file that exists and can be read."""
     if not os.access(text, os.R_OK) or os.path.isdir(text):
         raise UsageError(f"there is no file {text} that can be read")
     return Path(text)

@@ -52,7 +52,7 @@ def add_parser(subparsers: Any) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Round after round of runs, until nothing is pending."""
+    """Do the pending runs, round after round, until none are left; then print the best step sizes."""
     deadline = None if arguments.time_limit is None else time.time() + arguments.time_limit
     settings = (*(word for word in arguments.names if "=" in word), *arguments.settings)
     names = [word for word in arguments.names if "=" not in word]
@@ -95,7 +95,7 @@ def _sweeps(
     device: str,
     data_dir: str | None,
 ) -> list[Sweep]:
-    """The experiments asked for, with their data looked at before anything runs."""
+    """A sweep for each experiment asked for; loads the data first, to report a missing file before anything runs."""
     chosen = tuple(filter(None, (arguments.algorithms or "").split(",")))
     for name in chosen:
         if name not in ALGORITHMS:
@@ -115,7 +115,7 @@ def _sweeps(
 
 
 def _show(sweep: Sweep) -> bool:
-    """Print the best step sizes; whether any run came to a finite end."""
+    """Print the best step sizes; return whether any algorithm has one, that is, did not diverge everywhere."""
     summary = sweep.write_summary()
     rows = []
     for cell in summary["cells"]:

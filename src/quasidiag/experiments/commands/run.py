@@ -62,7 +62,7 @@ def resolve(arguments: argparse.Namespace) -> Config:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Train, and print a line an epoch."""
+    """Train, and print one line per epoch."""
     config = resolve(arguments)
     if arguments.dry_run:
         for key, value in config.to_dict().items():
