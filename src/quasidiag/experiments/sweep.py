@@ -11,7 +11,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import zip_longest
 from pathlib import Path
-from statistics import fmean, pstdev
+from statistics import fmean, stdev
 from typing import Any
 
 from .config import Config
@@ -190,4 +190,5 @@ def _statistics(values: list[float | None]) -> dict[str, Any]:
     known = [value for value in values if value is not None]
     if not known:
         return {"mean": None, "std": None, "values": values}
-    return {"mean": fmean(known), "std": pstdev(known), "values": values}
+    spread = stdev(known) if len(known) > 1 else 0.0  # of the seeds, as in the report
+    return {"mean": fmean(known), "std": spread, "values": values}

@@ -66,7 +66,7 @@ def reached(curve: Curve, level: float) -> float | None:
     previous: tuple[float, float] | None = None
     for epoch, loss in zip(curve["epoch"], curve["loss"]):
         if loss <= level:
-            if previous is None or previous[1] <= loss:
+            if previous is None:
                 return epoch
             before, above = previous
             return before + (epoch - before) * (above - level) / (above - loss)
