@@ -323,7 +323,7 @@ def test_ignored_targets_do_not_count() -> None:
     torch.testing.assert_close(*found)
 
 
-def test_an_average_of_forms_counts_for_twice_the_new_ones_at_most() -> None:
+def test_an_average_of_forms_counts_for_a_few_times_the_new_ones_at_most() -> None:
     """A sharp place that was left behind would else shorten dozens of steps."""
     model = QuadraticModel(cast(Replay, None), None, Report())
     one, names = np.ones(2), ["new", "other"]

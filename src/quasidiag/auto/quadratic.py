@@ -28,7 +28,7 @@ from quasidiag.outputs import OutputModel
 
 #: Weight of the old average of the quadratic forms when a new measurement, of a share of a minibatch, enters. It counts for
 #: ``MORE`` times the new one at most: a sharp curvature of the first steps would else shorten dozens of later ones.
-FORMS, MORE = 0.5, 2.0
+FORMS, MORE = 0.5, 10.0
 #: Unless ``step_fraction`` is given, that share is ``SHARE``, and ``MOST`` terms at most; in any case it is ``FEWEST`` terms
 #: at least, if there are as many.
 SHARE, MOST, FEWEST = 0.5, 2048, 128
