@@ -85,7 +85,7 @@ def test_steps_that_went_too_far_are_undone(
     optimizer.step()
     report = optimizer.auto
     assert report is not None and report.stride == 1
-    report.mixed, report.doubt = True, False
+    report.mixture, report.doubt = 1.0, False
     whole = report.curvature + report.damping
     monkeypatch.setattr(descent, "_slopes", lambda *_: [echo * report.fall])
     backward()

@@ -23,12 +23,13 @@ from quasidiag import distributed
 from quasidiag.auto.directions import Direction, after_step, before_way, dots, mean, means
 from quasidiag.auto.penalty import Penalty
 from quasidiag.auto.replay import Batch, Replay
-from quasidiag.auto.report import STEPS, Report
+from quasidiag.auto.report import STEPS, WARM_UP, Report
 from quasidiag.outputs import OutputModel
 
-#: Weight of the old average of the quadratic forms when a new measurement, of a share of a minibatch, enters. It counts for
-#: ``MORE`` times the new one at most: a sharp curvature of the first steps would else shorten dozens of later ones.
-FORMS, MORE = 0.5, 10.0
+#: Weight of the old average of the quadratic forms when a new measurement, of a share of a minibatch, enters. Until the
+#: first steps are over, it counts for ``MORE`` times the new one at most: a sharp place that was left behind (its steps were
+#: undone, say) would else shorten dozens of steps.
+FORMS, MORE = 0.5, 5.0
 #: Unless ``step_fraction`` is given, that share is ``SHARE``, and ``MOST`` terms at most; in any case it is ``FEWEST`` terms
 #: at least, if there are as many.
 SHARE, MOST, FEWEST = 0.5, 2048, 128
@@ -49,9 +50,6 @@ LESS = 3
 #: times, because the further outputs move, the less their loss is a parabola. So are the very first step, and one after a
 #: step that did not keep its promise: less than ``TRUE`` of it came true.
 TRIALS, TRUE = 6, 0.5
-#: If more than this part of what a step promises, twice in a row, is another loss's than the criterion's, the slope along
-#: the last steps is looked at in each step: the judge does not see that loss.
-OTHER = 0.1
 #: If a trial fails, the step is shortened for the next one, to ``SHORTER`` of it at least: through many layers the loss is
 #: much steeper further on than a parabola. It is shortened to ``SHORTEST`` if the loss rose by ``FAR`` times itself.
 SHORTER, FAR = 0.5, 1e3
@@ -189,8 +187,9 @@ class QuadraticModel:
         promise, besides = -0.5 * float(linear @ best), -0.5 * float((linear - slopes) @ best)
         besides = besides if math.isfinite(besides) else 0.0
         most = room + size + max(0.0, min(besides, report.besides))
-        both = min(besides, report.besides) if report.usual else besides
-        report.unbounded, report.besides, report.mixed = promise, besides, both > OTHER * promise
+        report.unbounded, report.besides = promise, besides
+        if promise > 0:
+            report.mixes(besides / promise)
         if promise > 0 and 0 < room < math.inf:
             grasp = math.log(promise * report.small) - math.log(room)
             report.grasp += report.fresh * (grasp - report.grasp)
@@ -294,7 +293,8 @@ class QuadraticModel:
         # An average with entries of other directions in it might not be a positive form.
         keep = FORMS if known.keys() == fresh.keys() else 0.0
         if all(map(math.isfinite, fresh.values())):
-            old = keep * _ratio(known, fresh, names) if keep else 0.0
+            early = keep and self.report.steps < WARM_UP
+            old = keep * _ratio(known, fresh, names) if early else keep
             kept = {name: old * known.get(name, x) + (1 - keep) * x for name, x in fresh.items()}
             self.report.forms = kept
         else:

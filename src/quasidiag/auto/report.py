@@ -21,6 +21,9 @@ ECHO, LOUDEST, WHOLE = 0.2, 2.0, 0.7
 #: A minibatch's loss is a surprise if it is above the average of the last ones by ``SURPRISE`` standard deviations;
 #: ``RECENT`` is the weight of a new loss in that average.
 RECENT, SURPRISE = 0.1, 2.0
+#: If more than ``OTHER`` of what steps promise is another loss's than the criterion's, the slope along the last steps is
+#: looked at in each step: the judge does not see that loss. ``MIXED`` is the weight of a new measurement in that average.
+OTHER, MIXED = 0.2, 0.2
 
 
 @dataclass
@@ -37,7 +40,8 @@ class Report:
         hope: Average of the logarithm of ``promise``.
         unbounded: Decrease that the undamped model would promise if the loss could fall below its least value.
         besides: Part of ``unbounded`` that is another loss's (a penalty's): the gradient's slope beyond the criterion's own.
-        mixed: Whether that part was considerable in the last two measured steps.
+        mixture: Average of ``besides`` over ``unbounded``.
+        noise: Variance of that ratio.
         grasp: Average logarithm of ``unbounded`` relative to what the loss could fall; less for small minibatches.
         stride: Number of steps since the last measurement, the measured one included.
         actual: Change of the loss over the steps that were judged last, on the minibatch after them.
@@ -87,7 +91,8 @@ class Report:
     hope: float = 0.0
     unbounded: float = 0.0
     besides: float = 0.0
-    mixed: bool = False
+    mixture: float = 0.0
+    noise: float = 0.0
     grasp: float = 0.0
     stride: int = 0
     actual: float = float("nan")
@@ -180,6 +185,11 @@ class Report:
         return min(max((self.echo - first) / (certain - first), 0.0), 1.0)
 
     @property
+    def mixed(self) -> bool:
+        """Whether a considerable part of what steps promise is another loss's than the criterion's, and not noise."""
+        return self.mixture > max(OTHER, math.sqrt(self.noise))
+
+    @property
     def rise(self) -> float:
         """What each step multiplies the damping by while the loss rises."""
         common, own = RISES
@@ -195,6 +205,13 @@ class Report:
         if math.isfinite(slope):
             echo = min(max(slope / self.fall, -LOUDEST), LOUDEST)
             self.echo += ECHO * (echo - self.echo)
+
+    def mixes(self, part: float) -> None:
+        """Take the part of a step's promise that is another loss's into its average, and that average's variance."""
+        weight = max(MIXED, self.fresh)
+        change = min(max(part, -1.0), 1.0) - self.mixture
+        self.mixture += weight * change
+        self.noise = (1 - weight) * (self.noise + weight * change**2)
 
     def surprised(self, loss: float) -> bool:
         """Whether this loss is a surprise: above the last ones by more than they differ. It then enters their average."""
