@@ -10,6 +10,7 @@ from torch import Tensor, distributions
 
 import quasidiag as qd
 from nets import OUTPUTS, STD, batch, criterion, mlp
+from quasidiag.auto.quadratic import QuadraticModel
 from quasidiag.metrics import cotangents
 
 
@@ -285,7 +286,29 @@ class TestLabelSmoothing:
                 assert optimizer.auto.promise <= left + 1e-12
         assert float(value.detach()) < loss.least_of(x[:, :3]) + 0.01
 
+    def test_at_the_end_nothing_but_rounding_is_left_to_try(self, monkeypatch) -> None:
+        trials = []
+        tried = QuadraticModel._tried
+        monkeypatch.setattr(QuadraticModel, "_tried", lambda *of: trials.append(0) or tried(*of))
+        x, t = (z.float() if z.is_floating_point() else z for z in batch("categorical", 30, 6, 3))
+        model, loss = mlp(6, 40, 3, activation="tanh").float(), qd.Categorical(label_smoothing=0.1)
+        optimizer = qd.Riemannian(model, loss)
+        for _ in range(400):
+            optimizer.zero_grad()
+            loss(model(x), t).backward()
+            optimizer.step()
+        assert len(trials) < 100
+
     @pytest.mark.parametrize("smoothing", [-0.1, 1.5, math.nan])
     def test_no_other_smoothing(self, smoothing: float) -> None:
         with pytest.raises(ValueError, match="label_smoothing must be in"):
             qd.Categorical(label_smoothing=smoothing)
+
+
+def test_what_is_ignored_may_have_any_number() -> None:
+    y, t = torch.randn(4, 3, dtype=torch.float64, requires_grad=True), torch.tensor([0, 255, 2, 1])
+    model = qd.Categorical(ignore_index=255)
+    (gradient,) = torch.autograd.grad(model(y, t) * 3, y)
+    counted = t != 255
+    residual = model.residual(y.detach(), t)
+    torch.testing.assert_close(residual[counted], gradient[counted], rtol=1e-12, atol=1e-12)

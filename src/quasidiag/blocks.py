@@ -174,12 +174,19 @@ class DiagonalBlock:
     def _decaying(self, moments: Tensors) -> list[Tensor]:
         """``moments`` plus the curvature of the weight decay, but no more of it than ``MOST`` times their mean.
 
-        A layer that the output does not depend on, as below one that starts at zero, would else go by the decay alone, as
-        far as those that matter.
+        A layer below one that starts at zero would else go by the decay alone, as far as those that matter.
         """
         if not any(self.decays):
             return [*moments]
-        return [m + (MOST * m.mean()).clamp(max=decay) for m, decay in zip(moments, self.decays)]
+        return [m + _within(decay, m) for m, decay in zip(moments, self.decays)]
+
+    def decay(self, state: State) -> float:
+        """The largest weight decay of the block's parameters, each with the bound of :meth:`_decaying`."""
+        if not any(self.decays):
+            return 0.0
+        m00, _, mii = self.moments(state)
+        found = [m for m in (m00, mii) if m is not None]
+        return max(float(_within(decay, m)) for m, decay in zip(found, self.decays))
 
     @cached_property
     def plain(self) -> bool:
@@ -486,3 +493,8 @@ REDUCTIONS: dict[str, type[DiagonalBlock]] = {
     "diagonal": DiagonalBlock,
     "unitwise": UnitwiseBlock,
 }
+
+
+def _within(decay: float, moments: Tensor) -> Tensor:
+    """A weight decay, but at most ``MOST`` times the mean of these moments."""
+    return (MOST * moments.mean()).clamp(0.0, decay)

@@ -126,13 +126,18 @@ class Diagnostics:
             remarks.append(f"by the diagonal rule of qd.AdaGrad: {', '.join(self.others)}")
         if self.step is not None:
             s = self.step
-            remarks += [
-                f"step {s.steps}: alpha {s.alpha:.3g}, damping {s.damping:.3g}; the step that was measured last promised to "
-                f"change the loss by {s.predicted:.3g}",
-                f"the steps that were judged last changed it by {s.actual:.3g}, {s.ratio:.2f} of what they promised; "
-                f"{_times(s.retreats, 'retreat')} so far",
-                f"moved: squared length in the metric over the last {_times(s.stride, 'step')}",
-            ]
+            remarks.append(
+                f"step {s.steps}: alpha {s.alpha:.3g}, damping {s.damping:.3g}, {_times(s.retreats, 'retreat')} so far; the "
+                f"step that was measured last promised to change the loss by {s.predicted:.3g}"
+            )
+            if not math.isnan(s.actual):
+                remarks.append(
+                    f"the steps that were judged last changed it by {s.actual:.3g}, {s.ratio:.2f} of what they promised"
+                )
+            if s.stride:
+                remarks.append(
+                    f"moved: squared length in the metric over the last {_times(s.stride, 'step')}"
+                )
         return remarks
 
 

@@ -304,7 +304,7 @@ class Riemannian(Saved):
                 self._model.replay.check()
                 self._model.penalty = penalty(self)
                 turn = descent.turn(self, self._model, usable)
-                usable = not descent.retreat_(self, self._model, turn.judges) and usable
+                usable = not descent.retreat_(self, self._model, turn.judges, usable) and usable
             if usable and self._model is not None:
                 self._update_metric()
                 descent.descend_(self, self._model, turn.measures)

@@ -36,7 +36,7 @@ class OutputModel(nn.Module, ABC):
     def least_of(self, output: Tensor) -> float:
         """The lower bound for outputs of this shape, with the constants of a density, computed in float64.
 
-        What a step may promise is bounded by ``least`` alone: next to a constant, float32 would hide how small a loss is.
+        It is what a step may promise to reach, if ``least`` is finite.
         """
         return self.least
 
@@ -113,6 +113,7 @@ class Categorical(OutputModel):
     """
 
     least = 0.0
+    label_smoothing = 0.0
 
     def __init__(self, ignore_index: int = -100, label_smoothing: float = 0.0) -> None:
         super().__init__()
@@ -186,7 +187,9 @@ class Categorical(OutputModel):
     @staticmethod
     def _residual(output: Tensor, target: Tensor, weight: float) -> Tensor:
         """The probabilities, less ``weight`` for the target's class."""
-        classes = target.clamp_min(0).unsqueeze(-1)
+        classes = target.clamp(0, output.shape[-1] - 1).unsqueeze(
+            -1
+        )  # what is ignored counts for nothing
         less = torch.full_like(classes, -weight, dtype=output.dtype)
         return output.softmax(-1).scatter_add_(-1, classes, less)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 
 import pytest
 import torch
@@ -65,9 +66,55 @@ def test_without_another_loss_nobody_asks(monkeypatch: pytest.MonkeyPatch) -> No
     assert optimizer.auto is not None and not optimizer.auto.mixed
 
 
-@pytest.mark.parametrize(
-    ("echo", "part"), [(-0.9, None), (-1.5, 0.4), (-100.0, 0.1), (math.nan, 0.1)]
-)
+@pytest.mark.parametrize("kind", ["classifier", "regression"])
+def test_dropout_is_no_other_loss(kind: str) -> None:
+    """The criterion's slopes on a share are those of other masks, and the gradient is steeper than they are."""
+    torch.manual_seed(0)
+    out = 10 if kind == "classifier" else 1
+    model = nn.Sequential(nn.Linear(784, 60), nn.ReLU(), nn.Dropout(0.5), nn.Linear(60, out))
+    criterion = qd.Categorical() if kind == "classifier" else qd.Gaussian()
+    optimizer = qd.Riemannian(model, criterion)
+    x, t = digits()[0][:1000].float(), digits()[1][:1000]
+    for _ in range(30):
+        i = torch.randint(len(x), (300,))
+        optimizer.zero_grad()
+        target = t[i] if kind == "classifier" else t[i].float().unsqueeze(1) / 5
+        criterion(model(x[i]), target).backward()
+        optimizer.step()
+        assert optimizer.auto is not None and optimizer.auto.mixture == 0
+
+
+def spoilt(optimizer: qd.Riemannian) -> None:
+    p = next(p for p in optimizer._group if p.grad is not None)
+    p.grad.view(-1)[0] = math.nan  # type: ignore[union-attr]
+
+
+def decaying(optimizer: qd.Riemannian) -> None:
+    optimizer.param_groups[0]["weight_decay"] = 1.0
+
+
+@pytest.mark.filterwarnings("ignore:.*skipped")
+@pytest.mark.parametrize("change", [spoilt, decaying])
+def test_neither_a_gradient_that_is_not_finite_nor_another_penalty_tells_of_earlier_steps(
+    change: Callable[[qd.Riemannian], None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model, loss = mlp(4, 6, 3), qd.Categorical()
+    optimizer = qd.Riemannian(model, loss)
+    x, t = batch("categorical", 40, 4, 3)
+    report = optimizer.auto
+    assert report is not None
+    for k in range(6):
+        optimizer.zero_grad()
+        loss(model(x), t).backward()
+        if k == 5:
+            report.mixture, report.mixture_variance = 1.0, 0.0
+            monkeypatch.setattr(descent, "_slopes", lambda *_: [-2 * report.fall])  # went too far
+            change(optimizer)
+        optimizer.step()
+    assert report.retreats == 0
+
+
+@pytest.mark.parametrize(("echo", "part"), [(-0.9, None), (-1.5, 0.4), (-100.0, 0.1)])
 def test_steps_that_went_too_far_are_undone(
     echo: float, part: float | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -90,7 +137,7 @@ def test_steps_that_went_too_far_are_undone(
     monkeypatch.setattr(descent, "_slopes", lambda *_: [echo * report.fall])
     backward()
     with torch.no_grad():
-        retreats = descent.retreat_(optimizer, optimizer._model, False)  # type: ignore[arg-type]
+        retreats = descent.retreat_(optimizer, optimizer._model, False, True)  # type: ignore[arg-type]
     assert retreats is (part is not None)
     undone = all(torch.allclose(p, q, rtol=1e-12) for p, q in zip(model.parameters(), before))
     assert undone is (part is not None)

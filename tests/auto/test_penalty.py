@@ -185,9 +185,14 @@ def test_what_has_no_other_metric_decays(options: dict[str, Any]) -> None:
     assert float(layer.weight[:, 0].detach().norm()) < 0.1 * before
 
 
-def test_a_decay_that_hardly_counts_changes_hardly_anything_below_a_layer_that_starts_at_zero() -> (
-    None
-):
+@pytest.mark.parametrize(
+    "options",
+    [{}, {"reduction": "unitwise"}, {"orthogonal": False}, {"safeguard": None}],
+    ids=str,
+)
+def test_a_decay_that_hardly_counts_changes_little_below_a_layer_that_starts_at_zero(
+    options: dict[str, Any],
+) -> None:
     """Which has no metric yet: the gradient of its decay is no reason to go as far as others do."""
 
     def trained(decay: float) -> float:
@@ -198,7 +203,8 @@ def test_a_decay_that_hardly_counts_changes_hardly_anything_below_a_layer_that_s
         with torch.no_grad():
             for p in linear_layers(model)[-1].parameters():
                 p.zero_()
-        optimizer = qd.Riemannian(model, qd.Gaussian().double(), weight_decay=decay)
+        criterion = qd.Gaussian().double()
+        optimizer = qd.Riemannian(model, criterion, weight_decay=decay, **options)
         for _ in range(60):
             step(optimizer, x, t)
         return objective(optimizer, x, t, decay)

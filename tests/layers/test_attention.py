@@ -107,7 +107,7 @@ def test_masks(need_weights: bool) -> None:
 def test_extra_key_and_value_follow_the_diagonal_rule() -> None:
     model = Attend(False, add_bias_kv=True, batch_first=True)
     x, t, loss = torch.randn(N, L, E), torch.randint(3, (N,)), qd.Categorical()
-    with pytest.warns(UserWarning, match=r"attention \(MultiheadAttention\)"):
+    with pytest.warns(UserWarning, match=r"attention.bias_k \(MultiheadAttention\)"):
         optimizer, _ = step(model, x, t, loss, "exact", sharing="exact")
     y = model(x)
     assert_sample_moments(optimizer, model, y, vectors("exact", loss, y, t, []))

@@ -33,8 +33,8 @@ def test_bare_parameters_follow_adagrad(metric: str) -> None:
         optimizer = qd.Riemannian(model, loss, lr=0.1, metric=metric, gamma=0.2)
     assert len(told) == 1
     message = str(told[0].message)
-    assert "odd (PReLU)" in message
-    assert "the model itself (Bare)" in message
+    assert "odd.weight (PReLU)" in message
+    assert "scale (Bare)" in message
     assert "Linear" not in message
     bare = qd.AdaGrad([twin.scale, twin.odd.weight], lr=0.1, gamma=0.2)
     for _ in range(5):

@@ -177,7 +177,7 @@ def test_computed_weights_follow_the_diagonal_rule() -> None:
     model = Sequence(nn.GRU(IN, HIDDEN))
     nn.utils.parametrizations.weight_norm(model.layer, "weight_hh_l0")
     x, t, loss = torch.randn(N, T, IN), torch.randint(3, (N,)), qd.Categorical()
-    with pytest.warns(UserWarning, match=r"layer \(ParametrizedGRU\)"):
+    with pytest.warns(UserWarning, match=r"layer.weight_ih_l0 \(ParametrizedGRU\)"):
         optimizer = qd.QDOP(model, loss, lr=0.01)
     before = [p.detach().clone() for p in model.parameters()]
     loss(model(x), t).backward()

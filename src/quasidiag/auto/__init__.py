@@ -1,8 +1,8 @@
 """The step without a learning rate, ``step="auto"``: each file is one part of it, listed in the order in which they work.
 
 - ``replay`` keeps the minibatches of a step and runs the model on them again: ``calls`` records the model's calls,
-  ``reading`` finds the criterion's input among the model's outputs, ``witness`` detects a gradient scaler, and
-  ``fingerprint`` tells whether the data are the same as in the last step.
+  ``reading`` finds the criterion's input among the model's outputs, ``standing_in`` puts other parameters in the place of
+  the model's, ``witness`` detects a gradient scaler, and ``fingerprint`` tells whether the data are those of the last step.
 - ``proposal`` computes the direction: ``orthogonal`` gives all singular directions the same strength, ``proportions`` says
   how far each layer goes, and ``stacks`` puts layers of one shape into one tensor, to compute them together.
 - ``quadratic`` computes the length from the model of the loss along ``directions``, with weight decay in it

@@ -55,8 +55,8 @@ SAME = 1e-9
 #: would move far, where nothing is linear any more. Its direction is shortened and measured again, up to ``ROUNDS``
 #: measurements in all.
 LONGEST, ROUNDS = 0.7, 3
-#: Relative change of the weight decay from which on the model is measured anew.
-OTHERWISE = 0.1
+#: Relative change of the weight decay from which on the model is measured anew: by a factor of two.
+OTHERWISE = 0.5
 
 
 def metric_due(optimizer: Riemannian) -> bool:
@@ -122,11 +122,11 @@ def _largest(optimizer: Riemannian) -> float:
     return max(float(group["lr"]) for group in optimizer.param_groups)
 
 
-def retreat_(optimizer: Riemannian, model: QuadraticModel, judges: bool) -> bool:
+def retreat_(optimizer: Riemannian, model: QuadraticModel, judges: bool, usable: bool) -> bool:
     """Undo the steps since the last measurement if they did harm; the gradient of this minibatch is then of no use."""
     update, report = _way(optimizer), model.report
     harm = bool(update) and judges and model.judge(update, ranks_of(optimizer))
-    if not harm and not (update and _overshot(optimizer, model)):
+    if not harm and not (update and usable and _overshot(optimizer, model)):
         return False
     for p, before in before_way(update).items():
         if p.requires_grad:  # one frozen since then stays where it is
@@ -147,6 +147,8 @@ def _overshot(optimizer: Riemannian, model: QuadraticModel) -> bool:
     """
     report = model.report
     if not (report.mixed and report.stride and report.fall < 0):
+        return False
+    if not _same_penalty(optimizer, report):
         return False
     echo = sum(_slopes(optimizer, _gradients(optimizer))) / (report.stride * report.fall)
     if echo >= -1:

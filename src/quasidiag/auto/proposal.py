@@ -216,7 +216,8 @@ def _solved(
 ) -> list[Tensor]:
     """The Riemannian gradient of a block; brought to the length of orthogonal directions if others have those."""
     group, solve = optimizer._group[block.home], block.solve if whole else block.solve_part
-    d = solve(optimizer.state, given, group["eps"] + max(block.decays, default=0.0), group["floor"])
+    eps = group["eps"] + block.decay(optimizer.state)
+    d = solve(optimizer.state, given, eps, group["floor"])
     return orthogonal.of_length(d, given, block.units) if optimizer.orthogonal else d
 
 

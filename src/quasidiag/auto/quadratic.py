@@ -185,10 +185,11 @@ class QuadraticModel:
         """
         report, best = self.report, minimiser(linear, fisher)
         promise, besides = -0.5 * float(linear @ best), -0.5 * float((linear - slopes) @ best)
-        besides = besides if math.isfinite(besides) else 0.0
+        known = math.isfinite(besides)
+        besides = besides if known else 0.0
         most = room + size + max(0.0, min(besides, report.besides))
         report.unbounded, report.besides = promise, besides
-        if promise > 0:
+        if known and promise > 0:
             report.mixes(besides / promise)
         if promise > 0 and 0 < room < math.inf:
             grasp = math.log(promise * report.small) - math.log(room)
@@ -221,6 +222,8 @@ class QuadraticModel:
         now, after = self._compared(after_step(directions, step.tolist()), ranks).tolist()
         change, promised = after - now, slope + 0.5 * form
         if not math.isfinite(now) or change <= TRUE * promised:
+            return 1.0
+        if abs(change) - promised < ROUNDING * abs(now):  # both are nothing but rounding
             return 1.0
         if not change < FAR * abs(now):
             return SHORTEST
@@ -305,12 +308,17 @@ class QuadraticModel:
         return averaged
 
     def _form(self, batch: Batch, directions: Sequence[Direction]) -> tuple[Tensor, Tensor]:
-        r""":math:`‹Ju, F_\text{out} Jv›` and :math:`‹Ju, ∂ℓ/∂\text{out}›` on a share of a minibatch."""
+        r""":math:`‹Ju, F_\text{out} Jv›` and :math:`‹Ju, ∂ℓ/∂\text{out}›` on a share of a minibatch.
+
+        The latter, the criterion's slopes, are nan where the share's outputs are not those of the training pass (other
+        dropout masks, say): there the gradient is steeper than they are, and no other loss is the reason.
+        """
         criterion: OutputModel = self.replay.criterion
         terms = self.replay.terms(batch)
         share = min(SHARE, MOST / max(1, terms)) if self.share is None else self.share
         share = self._counting(batch, max(share, min(1.0, FEWEST / max(1, terms))), terms)
         output, target, moved = self.replay.tangents(batch, directions, share)
+        alike = self.replay.alike(batch, output, share)
         dtype = torch.promote_types(output.dtype, torch.float32)
         output, moved = output.to(dtype), [u.to(dtype) for u in moved]
         counted = criterion.counted(output, target)
@@ -318,7 +326,7 @@ class QuadraticModel:
             moved = [torch.where(counted, u, 0.0) for u in moved]
         rows = [torch.stack([criterion.inner(output, u, v) for v in moved]) for u in moved]
         residual = criterion.residual(output, target)
-        slopes = torch.stack([(residual * u).sum() for u in moved])
+        slopes = torch.where(alike, torch.stack([(residual * u).sum() for u in moved]), math.nan)
         found = torch.stack([*rows, slopes]).double() / max(1, int(criterion.terms(output, target)))
         *forms, slopes = found.cpu()
         return torch.stack(forms), slopes

@@ -9,22 +9,21 @@ batch norm's statistics) and the random state are not changed.
 from __future__ import annotations
 
 import math
-import warnings
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, ExitStack, nullcontext
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 import torch.autograd.forward_ad as forward_ad
 from torch import Tensor, nn
-from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.hooks import RemovableHandle
 
 from quasidiag.auto.calls import Call, Part, changed, versions
 from quasidiag.auto.directions import Direction
 from quasidiag.auto.fingerprint import fingerprint
 from quasidiag.auto.reading import Reading
+from quasidiag.auto.standing_in import doubled, plain_kernels, standing_in
 from quasidiag.auto.witness import Witness
 from quasidiag.layers.composite import Surroundings
 from quasidiag.moments import cast
@@ -300,9 +299,23 @@ class Replay:
         finally:
             for module in training:
                 module.training = True
-        rough = whole.dtype if not batch.call.around.autocast else batch.call.around.dtype
-        tolerance = math.sqrt(torch.finfo(rough).eps) * float(expected.abs().amax())
+        tolerance = self._tolerance(batch) * float(expected.abs().amax())
         return torch.allclose(some, expected, rtol=0.0, atol=tolerance, equal_nan=True)
+
+    def alike(self, batch: Batch, output: Tensor, share: float) -> Tensor:
+        """Whether the output of a share is that of the training pass: not if other dropout masks were drawn for it, say."""
+        part = self._part(batch, share)
+        before = batch.output if part is None else part.rows(batch.output)
+        if not before.numel():
+            return torch.ones((), dtype=torch.bool, device=before.device)
+        difference = (output - before).abs().amax()
+        return difference <= self._tolerance(batch) * before.abs().amax()
+
+    def _tolerance(self, batch: Batch) -> float:
+        """Relative difference of outputs up to which they differ by rounding alone."""
+        around = batch.call.around
+        rough = around.dtype if around.autocast else batch.output.dtype
+        return math.sqrt(torch.finfo(rough).eps)
 
     def terms(self, batch: Batch, share: float = 1.0) -> int:
         """How many terms the loss of a share of a minibatch is the mean of."""
@@ -347,7 +360,7 @@ class Replay:
             return self.criterion(y.double(), t.double() if t.is_floating_point() else t)
 
         rows = AT_ONCE // max(1, output[0].numel())
-        with torch.no_grad(), _standing_in(self.criterion, own, _doubled):
+        with torch.no_grad(), standing_in(self.criterion, own, doubled):
             if output.is_cuda or not 0 < rows < len(output) == len(target):
                 return loss(output, target)
             parts = [*zip(output.split(rows), target.split(rows))]
@@ -367,7 +380,16 @@ class Replay:
         """How far the loss of this step is above the least value that it could have; infinite if ``criterion.least`` is."""
         if not math.isfinite(self.criterion.least):
             return math.inf
-        return sum(weight * (float(b.loss) - self.least(b)) for weight, b in self.weighted())
+        return sum(weight * self._room(batch) for weight, batch in self.weighted())
+
+    def _room(self, batch: Batch) -> float:
+        """How far the loss of a minibatch is above its least value; next to a constant, in float64."""
+        least = self.least(batch)
+        if least == self.criterion.least:
+            return float(batch.loss) - least
+        now = self._now(batch, None)
+        assert now is not None
+        return float(now) - least
 
     def samples(self) -> int:
         """How many samples the minibatches of this step have."""
@@ -408,14 +430,14 @@ class Replay:
         if around.autocast:
             kind, dtype = around.kind, around.dtype
             autocast = torch.autocast(kind, dtype, enabled=not full, cache_enabled=False)
-        with around.again(), torch.no_grad(), autocast, _standing_in(module, parameters):
+        with around.again(), torch.no_grad(), autocast, standing_in(module, parameters):
             outputs = module(*args, **kwargs)
         return batch.reading.of(list(tensors(outputs)), 1.0 if part is None else part.share)
 
     def _dual(self, batch: Batch, direction: Direction, part: Part | None) -> tuple[Tensor, Tensor]:
         with ExitStack() as stack:
             if self.mode == "plain":
-                stack.enter_context(_plain_kernels())
+                stack.enter_context(plain_kernels())
             stack.enter_context(forward_ad.dual_level())
             duals = {
                 p: forward_ad.make_dual(p.detach(), cast(u, p.dtype)) for p, u in direction.items()
@@ -445,45 +467,3 @@ class Replay:
 def _at_the_end(call: Callable[[], None]) -> None:
     """Queue a call for the end of the current backward pass; queued from such a call, it comes after DDP's averaging."""
     torch.autograd.Variable._execution_engine.queue_callback(Outside(call))
-
-
-@contextmanager
-def _plain_kernels() -> Iterator[None]:
-    """Use slower kernels, made of operations that have a forward mode."""
-    with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", message="TF32")  # said whenever a flag of oneDNN is set
-        with (
-            sdpa_kernel(SDPBackend.MATH),
-            torch.backends.mkldnn.flags(enabled=False),
-            torch.backends.cudnn.flags(enabled=False),
-        ):
-            yield
-
-
-@contextmanager
-def _standing_in(
-    module: nn.Module, parameters: Direction, copy: Callable[[Tensor], Tensor] = Tensor.clone
-) -> Iterator[None]:
-    """Put ``parameters`` in the place of a module's own, and a copy in the place of each buffer, in all its submodules."""
-    copies: dict[Tensor, Tensor] = {}
-    places: list[tuple[dict[str, Any], str, Tensor, Tensor]] = []
-    for inner in module.modules():
-        for name, p in inner._parameters.items():
-            if p is not None and p in parameters:
-                places.append((inner._parameters, name, p, parameters[p]))
-        for name, b in inner._buffers.items():
-            if b is not None:
-                copies[b] = copies[b] if b in copies else copy(b)
-                places.append((inner._buffers, name, b, copies[b]))
-    try:
-        for table, name, _, other in places:
-            table[name] = other
-        yield
-    finally:
-        for table, name, own, _ in places:
-            table[name] = own
-
-
-def _doubled(buffer: Tensor) -> Tensor:
-    """A copy, in float64 unless it holds integers."""
-    return buffer.to(torch.float64 if buffer.is_floating_point() else buffer.dtype, copy=True)

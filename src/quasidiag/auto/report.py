@@ -41,7 +41,7 @@ class Report:
         unbounded: Decrease that the undamped model would promise if the loss could fall below its least value.
         besides: Part of ``unbounded`` that is another loss's (a penalty's): the gradient's slope beyond the criterion's own.
         mixture: Average of ``besides`` over ``unbounded``.
-        noise: Variance of that ratio.
+        mixture_variance: Variance of that ratio.
         grasp: Average logarithm of ``unbounded`` relative to what the loss could fall; less for small minibatches.
         stride: Number of steps since the last measurement, the measured one included.
         actual: Change of the loss over the steps that were judged last, on the minibatch after them.
@@ -92,7 +92,7 @@ class Report:
     unbounded: float = 0.0
     besides: float = 0.0
     mixture: float = 0.0
-    noise: float = 0.0
+    mixture_variance: float = 0.0
     grasp: float = 0.0
     stride: int = 0
     actual: float = float("nan")
@@ -187,7 +187,7 @@ class Report:
     @property
     def mixed(self) -> bool:
         """Whether a considerable part of what steps promise is another loss's than the criterion's, and not noise."""
-        return self.mixture > max(OTHER, math.sqrt(self.noise))
+        return self.mixture > max(OTHER, math.sqrt(self.mixture_variance))
 
     @property
     def rise(self) -> float:
@@ -207,11 +207,11 @@ class Report:
             self.echo += ECHO * (echo - self.echo)
 
     def mixes(self, part: float) -> None:
-        """Take the part of a step's promise that is another loss's into its average, and that average's variance."""
+        """Take the part of a step's promise that is another loss's into its average and variance."""
         weight = max(MIXED, self.fresh)
         change = min(max(part, -1.0), 1.0) - self.mixture
         self.mixture += weight * change
-        self.noise = (1 - weight) * (self.noise + weight * change**2)
+        self.mixture_variance = (1 - weight) * (self.mixture_variance + weight * change**2)
 
     def surprised(self, loss: float) -> bool:
         """Whether this loss is a surprise: above the last ones by more than they differ. It then enters their average."""

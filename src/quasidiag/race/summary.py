@@ -53,7 +53,7 @@ def _points(run: Sequence[Line], key: str) -> dict[float, float]:
 
 def unseen(runs: Sequence[Sequence[Line]], key: str) -> dict[str, float]:
     """Means over seeds on validation data: the lowest loss after any epoch, the last loss, and the last error."""
-    losses = [[line[key] for line in run if math.isfinite(line[key])] for run in runs]
+    losses = [[line[key] for line in run if math.isfinite(line[key])] or [math.inf] for run in runs]
     return {
         "lowest": fmean(map(min, losses)),
         "final": fmean(run[-1] for run in losses),
