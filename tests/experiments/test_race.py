@@ -217,6 +217,8 @@ def test_what_runs_do_to_data_that_nobody_trained_on():
         [{"valid_nll": loss, "valid_error": loss / 10} for loss in losses]
         for losses in ((3.0, 1.0, 2.0), (5.0, 4.0, 4.5), (3.0, math.nan, 7.0))
     ]
+    spoilt = [*runs, [{"valid_nll": None, "valid_error": 0.1}]]
+    assert summary.unseen(spoilt, "valid_nll")["final"] is None
     assert summary.unseen(runs, "valid_nll") == {
         "lowest": pytest.approx(8 / 3),
         "final": pytest.approx(4.5),

@@ -9,7 +9,7 @@ from __future__ import annotations
 import csv
 import json
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from itertools import pairwise
 from pathlib import Path
 from statistics import fmean
@@ -51,14 +51,27 @@ def _points(run: Sequence[Line], key: str) -> dict[float, float]:
     return between | {float(line["epoch"]): line[key] for line in run}
 
 
-def unseen(runs: Sequence[Sequence[Line]], key: str) -> dict[str, float]:
-    """Means over seeds on validation data: the lowest loss after any epoch, the last loss, and the last error."""
-    losses = [[line[key] for line in run if math.isfinite(line[key])] or [math.inf] for run in runs]
+def unseen(runs: Sequence[Sequence[Line]], key: str) -> dict[str, float | None]:
+    """Means over seeds on validation data: the lowest loss after any epoch, the last loss, and the last error.
+
+    None where a seed has no such number.
+    """
+    losses = [_finite(line[key] for line in run) for run in runs]
     return {
-        "lowest": fmean(map(min, losses)),
-        "final": fmean(run[-1] for run in losses),
-        "errors": fmean(run[-1]["valid_error"] for run in runs),
+        "lowest": _mean([min(some, default=None) for some in losses]),
+        "final": _mean([run[-1][key] for run in runs]),
+        "errors": _mean([run[-1]["valid_error"] for run in runs]),
     }
+
+
+def _finite(values: Iterable[float | None]) -> list[float]:
+    return [x for x in values if x is not None and math.isfinite(x)]
+
+
+def _mean(values: Sequence[float | None]) -> float | None:
+    """The mean, or None if one is missing or not finite."""
+    known = _finite(values)
+    return fmean(known) if known and len(known) == len(values) else None
 
 
 def reached(curve: Curve, level: float) -> float | None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 from .contenders import OURS
@@ -47,7 +47,7 @@ def unseen(summaries: Sequence[dict[str, Any]]) -> str:
     lines = [("task", *columns)]
     for s in summaries:
         rows = {row["contender"]: row["unseen"] for row in s["contenders"]}
-        best = {part: min(row[part] for row in rows.values()) for part in ("lowest", "final")}
+        best = {part: _least(row[part] for row in rows.values()) for part in ("lowest", "final")}
         cells = [
             " → ".join(_bold(rows[c][part], value) for part, value in best.items())
             if c in rows
@@ -64,11 +64,10 @@ def errors(summaries: Sequence[dict[str, Any]]) -> str:
     columns = names(known)
     lines = [("task", *columns)]
     for s in known:
-        rows = {row["contender"]: 100 * row["unseen"]["errors"] for row in s["contenders"]}
-        best = min(rows.values())
-        lines.append(
-            (s["title"], *(_bold(rows.get(c), best) if c in rows else "" for c in columns))
-        )
+        rows = {row["contender"]: row["unseen"]["errors"] for row in s["contenders"]}
+        rows = {c: None if x is None else 100 * x for c, x in rows.items()}
+        best = _least(rows.values())
+        lines.append((s["title"], *(_bold(rows[c], best) if c in rows else "" for c in columns)))
     return (
         _titled("Validation errors of classifiers at the end, in per cent", lines) if known else ""
     )
@@ -99,7 +98,7 @@ def times(summaries: Sequence[dict[str, Any]]) -> str:
         rows = {row["contender"]: row for row in s["contenders"]}
         for part in map(str, PARTS):
             seconds = {c: row["levels"][part]["seconds"] for c, row in rows.items()}
-            best = min((v for v in seconds.values() if v is not None), default=None)
+            best = _least(seconds.values())
             level = _number(next(iter(rows.values()))["levels"][part]["loss"])
             cells = [_bold(seconds.get(c), best) if c in rows else "" for c in columns]
             lines.append((s["title"], f"{float(part):.0%}", level, *cells))
@@ -167,6 +166,10 @@ def _number(value: float | None) -> str:
     if value is None:
         return "—"
     return f"{value:.0f}" if abs(value) >= 100 else f"{value:.3g}"
+
+
+def _least(values: Iterable[float | None]) -> float | None:
+    return min((x for x in values if x is not None), default=None)
 
 
 def _bold(value: float | None, best: float | None) -> str:
