@@ -13,8 +13,9 @@ from torch import Tensor, nn
 
 import quasidiag as qd
 from nets import OUTPUTS, STD, batch, criterion, linear_layers, mlp
+from quasidiag.auto.parabola import minimiser
 from quasidiag.auto.proposal import reach
-from quasidiag.auto.quadratic import BOUNDS, DECAY, FORMS, MORE, SHORTEST, QuadraticModel, minimiser
+from quasidiag.auto.quadratic import BOUNDS, DECAY, FORMS, MORE, SHORTEST, QuadraticModel
 from quasidiag.auto.replay import Replay
 from quasidiag.auto.report import RISES, WARM_UP, Report
 from quasidiag.reductions import safeguarded

@@ -75,6 +75,33 @@ def test_positions_of_a_sequence_are_terms_of_the_loss() -> None:
     assert found == pytest.approx([math.sqrt(120 / descent.FULL)] * 2)
 
 
+@pytest.mark.parametrize("same", [False, True])
+def test_targets_of_sequences_may_be_flattened(same: bool) -> None:
+    """Then they have as many rows for each sample as it has positions; those may be an argument of their own."""
+
+    class Tagger(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.net = mlp(*SIZES)
+
+        def forward(self, given: tuple[Tensor, Tensor]) -> Tensor:
+            x, places = given
+            return self.net(x + places.unsqueeze(1)).flatten(0, 1)
+
+    criterion, found = qd.Categorical(), []
+    model, places = Tagger(), torch.arange(12).double() / 12
+    rule = qd.Riemannian(model, criterion)
+    assert rule.auto is not None
+    for seed in range(3):
+        x, _ = samples(60, 0 if same else seed)
+        rule.zero_grad()
+        criterion(model((x.view(5, 12, 5), places)), torch.arange(60) % 3).backward()
+        rule.step()
+        found.append(rule.auto.factor)
+    short = math.sqrt(60 / descent.FULL)
+    assert found == pytest.approx([short, *[1.0 if same else short] * 2])
+
+
 def test_samples_that_look_alike_are_told_apart() -> None:
     """Signs, whose squares are all one, and classes in the same numbers."""
     minibatches = []

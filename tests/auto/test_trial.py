@@ -13,8 +13,9 @@ from torch import Tensor, nn
 import quasidiag as qd
 from quasidiag.auto import quadratic
 from quasidiag.auto.directions import after_step
+from quasidiag.auto.parabola import Parabola
 from quasidiag.auto.quadratic import SHORTER, SHORTEST, QuadraticModel
-from quasidiag.auto.report import Report
+from quasidiag.auto.report import WARM_UP, Report
 
 
 def judge(monkeypatch: pytest.MonkeyPatch, now: float, after: float) -> QuadraticModel:
@@ -24,6 +25,14 @@ def judge(monkeypatch: pytest.MonkeyPatch, now: float, after: float) -> Quadrati
     found = torch.tensor([now, after], dtype=torch.float64)
     monkeypatch.setattr(QuadraticModel, "_compared", lambda *_: found)
     return model
+
+
+def unit(curvature: float) -> Parabola:
+    """A model whose slope is -4, with a damping that makes its step one."""
+    slope, form, damping, factor = (
+        np.array(x) for x in ([-4.0], [[curvature]], [[4.0 - curvature]], [1.0])
+    )
+    return Parabola(slope, form, damping, factor)
 
 
 @pytest.mark.parametrize(
@@ -41,36 +50,81 @@ def judge(monkeypatch: pytest.MonkeyPatch, now: float, after: float) -> Quadrati
 def test_the_curvature_is_that_of_the_loss(
     now: float, after: float, part: float, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    slope, form, step = (np.array(x) for x in ([-4.0], [[1.0]], [1.0]))
-    tried = judge(monkeypatch, now, after)._tried([], slope, form, step, None)
-    assert tried == pytest.approx(part)
+    tried = judge(monkeypatch, now, after)._tried(unit(1.0), [], None)
+    assert tried == pytest.approx(part, rel=1e-5)
 
 
 def test_a_parabola_that_is_a_little_steeper(monkeypatch: pytest.MonkeyPatch) -> None:
     """One that begins with a slope of -4 and ends at -0.9 has a curvature of 6.2, and not 4."""
-    slope, form, step = (np.array(x) for x in ([-4.0], [[4.0]], [1.0]))
-    tried = judge(monkeypatch, 5.0, 4.1)._tried([], slope, form, step, None)
-    assert tried == pytest.approx(4 / 6.2)
+    tried = judge(monkeypatch, 5.0, 4.1)._tried(unit(4.0), [], None)
+    assert tried == pytest.approx(4 / 6.2, rel=1e-5)
 
 
 @pytest.mark.parametrize(
-    ("room", "besides", "doubt", "doubtful"),
+    ("room", "besides", "doubt", "trust", "tries"),
     [
-        (13.0, 0.0, False, True),
-        (15.0, 0.0, False, False),
-        (13.0, 3.0, False, False),
-        (math.inf, 0.0, False, False),
-        (math.inf, 0.0, True, True),
-        (math.inf, 3.0, True, False),
+        (13.0, 0.0, False, 1.0, True),
+        (15.0, 0.0, False, 1.0, False),
+        (13.0, 3.0, False, 1.0, False),
+        (math.inf, 0.0, False, 1.0, False),
+        (math.inf, 0.0, True, 1.0, True),
+        (math.inf, 3.0, True, 1.0, False),
+        (math.inf, 0.0, False, 0.9, True),
+        (math.inf, 3.0, False, 0.9, False),
     ],
 )
 def test_what_promises_much_is_tried_and_what_is_in_doubt(
-    room: float, besides: float, doubt: bool, doubtful: bool
+    room: float,
+    besides: float,
+    doubt: bool,
+    trust: float,
+    tries: bool,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    model = QuadraticModel.__new__(QuadraticModel)
-    model.report = Report(besides=besides, unbounded=4.0, doubt=doubt)
-    slope, form, step = (np.array(x) for x in ([-4.0], [[1.0]], [1.0]))
-    assert model._doubtful(slope, form, step, room) is doubtful
+    model = judge(monkeypatch, 5.0, 1.5)
+    model.report = Report(besides=besides, unbounded=4.0, doubt=doubt, trust=trust)
+    tried: list[Parabola] = []
+    monkeypatch.setattr(QuadraticModel, "_tried", lambda self, p, *_: tried.append(p) or 1.0)
+    part = model._trusted(unit(1.0), 1.0, [], room, None)
+    assert part == (trust if tries else 1.0) and bool(tried) is tries
+
+
+class Steeper:
+    """Trials of a loss whose curvature is ``times`` the model's, which is one."""
+
+    def __init__(self, times: float, monkeypatch: pytest.MonkeyPatch, steps: int = WARM_UP) -> None:
+        self.times, self.trials = times, 0
+        self.model = QuadraticModel.__new__(QuadraticModel)
+        self.model.report = Report(unbounded=1.0, doubt=False, steps=steps)
+        monkeypatch.setattr(QuadraticModel, "_tried", lambda _, parabola, *__: self.tried(parabola))
+
+    def tried(self, parabola: Parabola) -> float:
+        self.trials += 1
+        return 1.0 if parabola.curved[0, 0] >= self.times else SHORTER
+
+    def parts(self, count: int, room: float = 1.0) -> list[float]:
+        return [self.model._trusted(unit(1.0), 1.0, [], room, None) for _ in range(count)]
+
+
+def test_what_trials_leave_is_remembered(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where the loss is always steeper than its model, steps soon begin with what most trials leave."""
+    loss = Steeper(3.9, monkeypatch)
+    first = loss.parts(1)
+    assert first == [0.25] and loss.trials == 3 and loss.model.report.doubt
+    loss.parts(20)
+    loss.trials = 0
+    parts = loss.parts(30)
+    assert loss.trials < 45 and all(0.12 < part <= 1 / 3.9 for part in parts)
+    loss.times = 1.0
+    loss.parts(40)
+    assert loss.model.report.trust == 1.0
+    loss.trials = 0
+    assert loss.parts(3, math.inf) == [1.0] * 3 and loss.trials == 0
+
+
+def test_the_first_steps_leave_nothing_to_remember(monkeypatch: pytest.MonkeyPatch) -> None:
+    loss = Steeper(3.9, monkeypatch, steps=WARM_UP - 1)
+    assert loss.parts(3) == [0.25] * 3 and loss.model.report.trust == 1.0
 
 
 @pytest.mark.parametrize("trials", [0, quadratic.TRIALS])

@@ -10,14 +10,19 @@ from torch import Tensor
 
 
 def fingerprint(batches: Iterable[tuple[Tensor, Sequence[Tensor]]]) -> float:
-    """A number for targets and inputs; nan, which equals nothing, if a target has no input with as many rows."""
+    """A number for targets and inputs; nan, which equals nothing, if no input has as many rows as a target has samples.
+
+    A target may have several rows for each sample: of a sequence that was flattened, say.
+    """
     found = 0.0
     for t, given in batches:
-        inputs = [x for x in given if _rows(x) == _rows(t) != 0]
-        if not inputs or not _rows(t):
+        lengths = {n for x in given if (n := _rows(x)) and _rows(t) % n == 0}
+        if not (lengths and _rows(t)):
             return math.nan
-        seen = torch.stack([_projected(x, k).cpu() for k, x in enumerate([t, *inputs])])
-        found += float(seen.sum(0).square().sum())
+        for n in sorted(lengths):
+            alike = [t.reshape(n, -1), *(x for x in given if _rows(x) == n)]
+            seen = torch.stack([_projected(x, k).cpu() for k, x in enumerate(alike)])
+            found += float(seen.sum(0).square().sum())
     return found
 
 

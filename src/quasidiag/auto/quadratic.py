@@ -15,12 +15,12 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 import torch
 from torch import Tensor
 
 from quasidiag import distributed
 from quasidiag.auto.directions import Direction, after_step, before_way, dots, mean, means
+from quasidiag.auto.parabola import Array, Parabola, minimiser
 from quasidiag.auto.penalty import Penalty
 from quasidiag.auto.replay import Batch, Replay
 from quasidiag.auto.report import STEPS, WARM_UP, Report
@@ -53,6 +53,9 @@ TRIALS, TRUE = 6, 0.5
 #: If a trial fails, the step is shortened for the next one, to ``SHORTER`` of it at least: through many layers the loss is
 #: much steeper further on than a parabola. It is shortened to ``SHORTEST`` if the loss rose by ``FAR`` times itself.
 SHORTER, FAR = 0.5, 1e3
+#: The weight of what trials left of a step in the average that the next ones begin with, and what a step that needed no
+#: shortening multiplies that average by.
+LEARNT, REGAINED = 0.2, 1.05
 #: Steps are undone if they raised the loss by as much as the damped model promised to lower it, or by the usual promise if
 #: that is less. The damping is then raised so that the next step is shorter, by this factor at most.
 SHORTEST = 0.1
@@ -64,26 +67,6 @@ CHANGE = 10.0
 #: they are an average over all minibatches so far, in which the *k*-th has a weight of :math:`k^{\text{EARLY} - 1}` because
 #: errors fall quickly then.
 OWN, HALF, EARLY = 0.04, 0.5, 2
-#: Added to the diagonal of the (scaled) system for the coefficients: directions may do the same to the outputs.
-RIDGE = 1e-6
-
-
-#: A few numbers in float64: for so few, numpy has less overhead than torch.
-Array = npt.NDArray[np.float64]
-
-
-def minimiser(linear: Array, quadratic: Array) -> Array:
-    r"""The coefficients *c* that minimise :math:`c·\text{linear} + \tfrac12 c^⊤ \text{quadratic}\, c`.
-
-    Zero where the system has no finite solution.
-    """
-    scale = np.maximum(quadratic.diagonal(), np.finfo(np.float64).tiny) ** -0.5
-    system = quadratic * scale * scale[:, None] + RIDGE * np.eye(len(linear))
-    try:
-        best: Array = -scale * np.linalg.solve(system, scale * linear)
-    except np.linalg.LinAlgError:
-        return np.zeros_like(linear)
-    return best if np.isfinite(best).all() else np.zeros_like(linear)
 
 
 class QuadraticModel:
@@ -141,25 +124,17 @@ class QuadraticModel:
             )
         fisher = self._averaged(names, fisher, metric.diagonal()) + decaying
         part = self._possible(linear, slopes, fisher, float(room), float(size))
-        factors, doubt = np.array([factor * largest[name] for name in names]), False
-        for left in reversed(range(TRIALS + 1)):
-            curved = fisher / part
-            best = minimiser(linear, curved + self.report.damping * metric)
-            step = best * factors
-            doubtful = doubt or self._doubtful(linear, curved, step, float(room + size))
-            if not left or not doubtful:
-                break
-            tried = self._tried(directions, linear, curved, step, ranks)
-            if tried == 1:
-                break
-            part, doubt = part * tried, True
-        self.report.doubt = doubt
+        factors = np.array([factor * largest[name] for name in names])
+        parabola = Parabola(linear, fisher, self.report.damping * metric, factors)
+        part = self._trusted(parabola, part, directions, float(room + size), ranks)
+        parabola = parabola.steeper(part)
+        best = parabola.best
+        step = factors * best
         form, length = float(best @ fisher @ best), float(best @ metric @ best)
         self._expect(float(linear @ best), form, length, steep, part)
         self.report.coefficients = dict(zip(names, best.tolist()))
         self.report.slopes = dict(zip(names, linear.tolist()))
-        predicted = float(linear @ step + 0.5 * step @ curved @ step)
-        self.report.predicted = predicted - steep * _gain(self.part(factor))
+        self.report.predicted = parabola.change(step) - steep * _gain(self.part(factor))
         self.report.length = float(step @ metric @ step)
         return [*map(float, step)]
 
@@ -196,38 +171,55 @@ class QuadraticModel:
             report.grasp += report.fresh * (grasp - report.grasp)
         return most / promise if 0 < most < promise else 1.0
 
-    def _doubtful(self, linear: Array, curved: Array, step: Array, room: float) -> bool:
-        """Whether to try a step: it promises so much that its model may be wrong, or the last trial found one wrong.
-
-        Not if half of the promise is another loss's than the criterion's: a trial does not see that one.
-        """
-        promise = -float(linear @ step + 0.5 * step @ curved @ step)
-        doubt = self.report.doubt or LITTLE * room < promise
-        return doubt and self.report.besides < 0.5 * self.report.unbounded
-
-    def _tried(
+    def _trusted(
         self,
+        parabola: Parabola,
+        part: float,
         directions: Sequence[Direction],
-        linear: Array,
-        curved: Array,
-        step: Array,
+        room: float,
         ranks: Any,
     ) -> float:
+        """The part of the undamped step that trials leave, ``part`` at most.
+
+        What they leave enters an average, ``report.trust``, and the next measured steps begin with no more than that: where
+        the loss is always more curved than the model, each of them would else be tried several times. If more than half
+        of what is promised is another loss's than the criterion's, nothing is tried: a trial does not see that one.
+        """
+        report, trust, left = self.report, self.report.trust, 1.0
+        report.doubt, doubt = False, report.doubt
+        if not report.besides < 0.5 * report.unbounded:
+            return part
+        part = min(part, trust)
+        for _ in range(TRIALS):
+            steeper = parabola.steeper(part * left)
+            bold = -steeper.change(steeper.step) > LITTLE * room
+            if not (doubt or bold or trust < 1):
+                break
+            tried = self._tried(steeper, directions, ranks)
+            if tried == 1:
+                break
+            left, doubt, report.doubt = left * tried, True, True
+        if report.steps >= WARM_UP:  # the first steps tell little about later ones
+            report.trust = min(1.0, trust * (left**LEARNT if report.doubt else REGAINED))
+        return part * left
+
+    def _tried(self, parabola: Parabola, directions: Sequence[Direction], ranks: Any) -> float:
         """Try a step on its own minibatch: the model's curvature over the loss's own, 1 if the loss falls as promised.
 
         The loss's own is that of the parabola through the slope and the loss after the step. The result is ``SHORTER`` at
         least, or ``SHORTEST`` if the loss rose by ``FAR`` times itself.
         """
-        slope, form = float(linear @ step), float(step @ curved @ step)
+        step = parabola.step
+        slope, promised = float(parabola.slopes @ step), parabola.change(step)
         now, after = self._compared(after_step(directions, step.tolist()), ranks).tolist()
-        change, promised = after - now, slope + 0.5 * form
+        change = after - now
         if not math.isfinite(now) or change <= TRUE * promised:
             return 1.0
         if abs(change) - promised < ROUNDING * abs(now):  # both are nothing but rounding
             return 1.0
         if not change < FAR * abs(now):
             return SHORTEST
-        return min(max(form / (2 * (change - slope)), SHORTER), 1.0)
+        return min(max((promised - slope) / (change - slope), SHORTER), 1.0)
 
     def _expect(
         self,

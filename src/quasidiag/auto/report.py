@@ -66,7 +66,8 @@ class Report:
         level: Running average of the minibatches' losses.
         spread: Running variance of the minibatches' losses.
         losses: Number of losses in ``level`` and ``spread``.
-        doubt: Whether the last step that was tried did not keep its promise, or none was tried yet: the next one is tried.
+        doubt: Whether a trial shortened the last measured step, or none was measured yet: the next one is tried.
+        trust: Average part of the model's undamped step that trials leave; the next one begins with no more.
         steady: Whether the next step may reuse the coefficients of the last measured one.
         coefficients: Coefficient of each direction in the last measured step, at a factor of 1.
         slopes: Slope of the loss along each direction of the last measured step.
@@ -116,6 +117,7 @@ class Report:
     spread: float = 0.0
     losses: int = 0
     doubt: bool = True
+    trust: float = 1.0
     steady: bool = False
     coefficients: dict[str, float] = field(default_factory=dict)
     slopes: dict[str, float] = field(default_factory=dict)
