@@ -10,6 +10,7 @@ from torch import Tensor, distributions
 
 import quasidiag as qd
 from nets import OUTPUTS, STD, batch, criterion, mlp
+from quasidiag import metrics
 from quasidiag.auto.quadratic import QuadraticModel
 from quasidiag.metrics import cotangents
 
@@ -269,6 +270,27 @@ class TestLabelSmoothing:
             seeds = (torch.Generator().manual_seed(5) for _ in range(2))
             vectors = [[*cotangents(metric, c, y, t, 1, next(seeds))] for c in (model, plain)]
             torch.testing.assert_close(*vectors)
+
+    @pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
+    @pytest.mark.parametrize("samples", [1, 3])
+    def test_large_outputs_are_drawn_in_parts(
+        self, dtype: torch.dtype, samples: int, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        """Oracle: each part of the rows alone, one after the other, with the same generator."""
+        y, t = torch.randn(7, 2, 5).to(dtype), torch.randint(5, (7, 2))
+        t[3:5, 0] = -100
+        model, boost = qd.Categorical(), torch.tensor(8.0)
+        seeds = [torch.Generator().manual_seed(5) for _ in range(2)]
+        alone = (
+            cotangents("monte-carlo", model, a, b, samples, seeds[0], boost)
+            for a, b in zip(y.split(3), t.split(3))
+        )
+        each = zip(*alone)  # the first draw of each part, then the second
+        monkeypatch.setattr(metrics, "AT_ONCE", 39)  # three rows
+        found = [*cotangents("monte-carlo", model, y, t, samples, seeds[1], boost)]
+        assert [v.dtype for v in found] == [dtype] * samples
+        for vector, parts in zip(found, each, strict=True):
+            assert torch.equal(vector, torch.cat(parts)) and not vector[3:5, 0].any()
 
     def test_without_an_lr_it_is_fitted(self) -> None:
         """Down to a hundredth above the least value: no step promises to go below."""

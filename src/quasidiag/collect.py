@@ -323,12 +323,11 @@ class Collector:
                 w = self._squared(delta, by) if first else kernels.square(delta, by, onto=before)
                 sums[call.module] = a, w
 
-        vectors = cotangents(
-            self.metric, criterion, output, target, self.samples, self._generator(output.device)
-        )
+        generator = self._generator(output.device)
+        vectors = cotangents(self.metric, criterion, output, target, self.samples, generator, boost)
         with unsharded(self.probe.model), Asking(output, uses, take, above) as asking:
             for vector in vectors:
-                asking.backpropagate((vector if boost is None else vector * boost).to(output.dtype))
+                asking.backpropagate(vector)
                 self._sum_up()
         for use, node in above.items():
             slope: Any = node

@@ -12,7 +12,8 @@ Nothing here knows of layers.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterator
+from itertools import repeat
 from typing import Literal, get_args
 
 import torch
@@ -24,6 +25,10 @@ Metric = Literal["outer-product", "monte-carlo", "exact", "backpropagated"]
 METRICS: tuple[str, ...] = get_args(Metric)
 
 
+#: Of a larger output, so many numbers at a time are drawn: a draw takes several times the memory of its part.
+AT_ONCE = 2**26
+
+
 @torch.no_grad()
 def cotangents(
     metric: str,
@@ -32,27 +37,49 @@ def cotangents(
     target: Tensor,
     samples: int = 1,
     generator: Generator | None = None,
+    boost: Tensor | None = None,
 ) -> Iterator[Tensor]:
     r"""The vectors at the output whose backpropagated squares sum to the metric's weights :math:`w = \sum_k δ_k^2`.
 
-    Each is a derivative of single samples' losses (not of the mean). They are made one at a time.
+    Each is a derivative of single samples' losses (not of the mean), times ``boost``, in the dtype of the output. They are
+    made one at a time, and nothing else of their size is kept.
     """
     output = output.detach()
-    if output.dtype in (torch.float16, torch.bfloat16):
-        output = output.float()
-    vectors: Iterable[Tensor]
+    counted = criterion.counted(output, target)
+
+    def brought(vector: Tensor, counted: Tensor | None = counted) -> Tensor:
+        vector = vector if counted is None else vector.masked_fill(~counted, 0.0)
+        return (vector if boost is None else vector * boost).to(output.dtype)
+
+    def drawn(output: Tensor, counted: Tensor | None) -> Tensor:
+        full = _full(output)
+        vector = criterion.score(full, criterion.sample(full, generator))
+        return brought(vector if samples == 1 else vector.div_(samples**0.5), counted)
+
     if metric == "outer-product":
-        vectors = [criterion.residual(output, target)]
-    elif metric == "monte-carlo":
-        draws = (criterion.sample(output, generator) for _ in range(samples))
-        vectors = (criterion.score(output, draw) for draw in draws)
-        vectors = vectors if samples == 1 else (vector / samples**0.5 for vector in vectors)
+        yield brought(criterion.residual(_full(output), target))
     elif metric == "exact":
-        vectors = criterion.each_vector(output)
+        yield from map(brought, criterion.each_vector(_full(output)))
+    elif metric == "monte-carlo":
+        for _ in range(samples):
+            yield _in_parts(drawn, output, counted)
     else:
         raise ValueError(f"the {metric} metric has no vectors at the output")
-    counted = criterion.counted(output, target)
-    # In place where the vectors are new tensors.
-    fill = Tensor.masked_fill_ if metric == "monte-carlo" else Tensor.masked_fill
-    for vector in vectors:
-        yield vector if counted is None else fill(vector, ~counted, 0.0)
+
+
+def _full(output: Tensor) -> Tensor:
+    return output.float() if output.dtype in (torch.float16, torch.bfloat16) else output
+
+
+def _in_parts(
+    call: Callable[[Tensor, Tensor | None], Tensor], output: Tensor, counted: Tensor | None
+) -> Tensor:
+    """``call(output, counted)``, of a large output for some rows after the others."""
+    rows = AT_ONCE * len(output) // max(1, output.numel())
+    if rows >= len(output):
+        return call(output, counted)
+    found, rows = torch.empty_like(output), max(1, rows)
+    masks = repeat(None) if counted is None else counted.split(rows)
+    for to, y, mask in zip(found.split(rows), output.split(rows), masks):
+        to.copy_(call(y, mask))
+    return found

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 import quasidiag as qd
 from nets import batch, mlp
 from quasidiag.auto import stacks
+from quasidiag.auto.directions import products
 from quasidiag.auto.stacks import Stack, Stacks, in_order
 from quasidiag.blocks import DiagonalBlock
 
@@ -199,3 +200,15 @@ def test_the_way_is_not_a_part_of_a_stack() -> None:
         x for state in optimizer.state.values() for x in state.values() if isinstance(x, Tensor)
     ]
     assert len(kept) > 100 and all(x._base is None for x in kept)
+
+
+def test_inner_products_of_many_tensors_are_those_of_each_pair() -> None:
+    """In their order, whatever sizes and types are multiplied together."""
+    shapes: list[tuple[int, ...]] = [(3, 4), (12,), (5,), (), (2, 6), (200, 100), (5,), (0,), (0,)]
+    generator = torch.Generator().manual_seed(0)
+    us, vs = (
+        [torch.randn(s, generator=generator, dtype=torch.float64) for s in shapes] for _ in range(2)
+    )
+    us[4], vs[4] = us[4].float(), vs[4].float()
+    found = products(us, vs)
+    assert found == pytest.approx([float((u * v).sum()) for u, v in zip(us, vs)], rel=1e-6)

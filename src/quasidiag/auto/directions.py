@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Hashable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -12,6 +12,9 @@ from quasidiag import distributed, kernels
 from quasidiag.moments import cast
 
 Direction = Mapping[Tensor, Tensor]
+
+#: Tensors of up to so many numbers are multiplied with others of their size in one call.
+SMALL = 2**14
 
 
 def before_way(update: Direction) -> dict[Tensor, Tensor]:
@@ -52,10 +55,24 @@ def dots(covector: Direction, directions: Sequence[Direction]) -> list[float]:
 def products(us: Sequence[Tensor], vs: Sequence[Tensor]) -> list[float]:
     """The inner product of each pair of tensors; waits for a device only once."""
     found = kernels.dots(us, vs)
-    if found is None:
-        each = [torch.dot(u.flatten(), v.flatten()) for u, v in zip(us, vs)]
-        found = gathered(each).tolist()
-    return found
+    if found is not None:
+        return found
+    alike: dict[Hashable, list[int]] = {}
+    for i, u in enumerate(us):
+        small = u.numel() <= SMALL
+        alike.setdefault((u.numel(), u.dtype, u.device) if small else i, []).append(i)
+    each = [_dots([us[i] for i in some], [vs[i] for i in some]) for some in alike.values()]
+    order = [i for some in alike.values() for i in some]
+    numbers = torch.cat([x.to(each[0].device).double() for x in each]).cpu().tolist()
+    return [x for _, x in sorted(zip(order, numbers))]
+
+
+def _dots(us: Sequence[Tensor], vs: Sequence[Tensor]) -> Tensor:
+    """The inner products of tensors of one size, stacked if there are several: on a device calls cost more than copies."""
+    if len(us) == 1:
+        return torch.dot(us[0].flatten(), vs[0].flatten()).unsqueeze(0)
+    u, v = (torch.stack([x.flatten() for x in some]) for some in (us, vs))
+    return (u * v).sum(1)
 
 
 def dot(covector: Direction, u: Direction) -> float:
