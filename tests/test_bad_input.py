@@ -336,3 +336,44 @@ def test_a_head_that_the_criterion_does_not_judge_is_named(metric: str) -> None:
     else:
         with pytest.raises(RuntimeError, match="other has a gradient, but the criterion's output"):
             optimizer.step()
+
+
+def test_large_gradients_in_float16_are_finite() -> None:
+    """The sum of their squares is not."""
+    model, loss = nn.Linear(400, 300).half(), qd.Gaussian()
+    optimizer = qd.QDOP(model, loss, lr=1e-3)
+    x, t = torch.ones(4, 400).half(), torch.zeros(4, 300).half()
+    (loss(model(x), t) * 1.0).backward()
+    for p in model.parameters():
+        assert p.grad is not None
+        p.grad.fill_(300.0)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        optimizer.step()
+
+
+def test_a_preset_has_a_fixed_step() -> None:
+    assert qd.QDNat(mlp(5, 4, 3), qd.Categorical(), lr=None).auto is None
+
+
+@pytest.mark.parametrize("metric", METRICS)
+@pytest.mark.parametrize("lr", [None, 0.01])
+@pytest.mark.parametrize("at", [0, 8, 9])
+def test_a_minibatch_whose_targets_are_all_ignored_is_skipped(
+    metric: str, lr: float | None, at: int
+) -> None:
+    """Padding alone, say: its loss is nan, and its gradient zero. Whether the metric is due makes no difference."""
+    model, loss = mlp(5, 4, 3), qd.Categorical()
+    optimizer = qd.Riemannian(model, loss, lr=lr, metric=metric)
+    for k in range(12):
+        x, t = batch("categorical", 20, 5, 3, seed=k)
+        optimizer.zero_grad()
+        before = [p.detach().clone() for p in model.parameters()]
+        loss(model(x), t if k != at else torch.full_like(t, loss.ignore_index)).backward()
+        if k == at:
+            with pytest.warns(RuntimeWarning, match="all are ignored"):
+                optimizer.step()
+            torch.testing.assert_close([*model.parameters()], before)
+        else:
+            optimizer.step()
+    assert all(torch.isfinite(p).all() for p in model.parameters())

@@ -102,3 +102,23 @@ def test_a_constant_input_beside_a_frozen_bias() -> None:
         rule.step()
         assert rule.auto is not None and rule.auto.retreats == 0
         assert not torch.equal(model[2].weight, before)
+
+
+@pytest.mark.parametrize("transposed", [False, True])
+def test_the_safeguard_of_a_convolution_without_bias_goes_by_its_channels(transposed: bool) -> None:
+    """Oracle: the same convolution as a matrix, units by inputs."""
+    kind = nn.ConvTranspose2d if transposed else nn.Conv2d
+    layer = kind(2, 3, 2, bias=False).double()
+    model, loss = nn.Sequential(layer, nn.Flatten()), qd.Gaussian()
+    optimizer = qd.Riemannian(model, loss, lr=0.0, safeguard=(0.1, 0.01, 0.2))
+    x = torch.randn(8, 2, 4, 4, dtype=torch.float64)
+    y = model(x)
+    loss(y, torch.zeros_like(y)).backward()
+    optimizer.step()
+    (block,), state = optimizer._blocks, optimizer.state
+    (kept,) = (m for m in block.kept(state) if m is not None)
+    units = kept.transpose(0, 1) if transposed else kept
+    more = 0.1 * units.flatten(1).mean(1) + 0.01 * units.mean()
+    expected = units + more.view(-1, 1, 1, 1)
+    (found,) = block._bounded(state)
+    torch.testing.assert_close(found, expected.transpose(0, 1) if transposed else expected)

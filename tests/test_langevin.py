@@ -342,3 +342,19 @@ def test_a_posterior_of_a_model_that_returns_a_tuple_says_so() -> None:
     with pytest.raises(TypeError, match="GRU returns a tuple, and a Posterior stacks tensors"):
         posterior(torch.randn(5, 2, 3))
     assert posterior.model.training
+
+
+def test_a_layer_that_thaws_waits_for_its_metric() -> None:
+    model, criterion = mlp(3, 4, 2), qd.Categorical()
+    model[0].requires_grad_(False)
+    optimizer = qd.Langevin(model, criterion, lr=0.01, data_size=50, metric_every=3)
+    x, t = batch("categorical", 8, 3, 2)
+    model[0].requires_grad_(True)
+    optimizer.add_param_group({"params": model[0].parameters()})
+    for thawed in (False, True, True, True):
+        model[0].requires_grad_(thawed)
+        optimizer.zero_grad()
+        criterion(model(x), t).backward()
+        before = model[0].weight.detach().clone()
+        optimizer.step()
+    assert not torch.equal(before, model[0].weight)

@@ -146,3 +146,35 @@ def test_vectors_that_belong_to_the_criterion_are_left_alone() -> None:
     m00 = optimizer.moments(model[0]).m00
     assert m00 is not None and torch.equal(loss.unit, torch.eye(3, dtype=torch.float64))
     torch.testing.assert_close(m00, torch.full((3,), 0.95, dtype=torch.float64))
+
+
+class Mixing(nn.Module):
+    """Two positions, whose outputs depend on one hidden layer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.hidden, self.out = mlp(4, 5), mlp(5, 6)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.out(torch.tanh(self.hidden(x))).unflatten(1, (2, 3))
+
+
+def test_positions_that_depend_on_the_same_units_are_drawn_apart() -> None:
+    """Oracle: the Fisher matrix of one position after the other. Without signs their derivatives would be added first."""
+    model, loss = Mixing(), qd.Categorical()
+    x, t = torch.randn(6, 4, dtype=torch.float64), torch.zeros(6, 2, dtype=torch.long)
+    expected = torch.zeros(5, dtype=torch.float64)
+    for position in (0, 1):
+        h = model.hidden(x).detach().requires_grad_()
+        y = model.out(torch.tanh(h)).unflatten(1, (2, 3))
+        for vector in loss.vectors(y.detach()):
+            (d,) = torch.autograd.grad(y[:, position], h, vector[:, position], retain_graph=True)
+            expected += d.square().mean(0) / 2  # the loss is the mean over positions too
+    optimizer = qd.Riemannian(model, loss, lr=0.0, metric="exact", metric_start=10**6)
+    for _ in range(800):
+        optimizer.zero_grad()
+        loss(model(x), t).backward()
+        optimizer.step()
+    found = optimizer.moments(model.hidden[0]).m00
+    assert found is not None
+    torch.testing.assert_close(found, expected, rtol=0.06, atol=0.0)

@@ -10,6 +10,8 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
+from quasidiag.together import diagonal_rule
+
 
 class AdaGrad(Optimizer):
     r"""AdaGrad with a moving average, as in the paper (now known as RMSProp).
@@ -40,13 +42,7 @@ class AdaGrad(Optimizer):
             for p in group["params"]:
                 if p.grad is None:
                     continue
-                state = self.state[p]
-                if not state:
-                    state["square"] = p.grad.square()
-                else:
-                    state["square"].lerp_(p.grad.square(), group["gamma"])
-                root = state["square"].sqrt() + group["eps"]
-                if group["eps"] == 0:  # what never had a gradient does not move
-                    root.masked_fill_(root == 0, math.inf)
-                p.sub_(group["lr"] * p.grad / root)
+                gamma, eps = group["gamma"], group["eps"]
+                (w,) = diagonal_rule([self.state[p]], [p.grad], gamma, eps, batch=False)
+                p.sub_(group["lr"] * w)
         return loss

@@ -17,9 +17,10 @@ from torch import Tensor, nn
 from quasidiag import kernels, reductions
 from quasidiag import root as roots
 from quasidiag.kernels.rule import Rule
-from quasidiag.layers import Adapter, adapter_of
+from quasidiag.layers import Adapter
+from quasidiag.layers.base import in_dtype_of, known_adapter
 from quasidiag.layers.linear import LinearAdapter
-from quasidiag.moments import Moments, recentre, smallest
+from quasidiag.moments import Moments, recentre, smallest, with_precision
 
 State = Mapping[Tensor, dict[str, Any]]
 Tensors = Sequence[Tensor]
@@ -93,7 +94,7 @@ class DiagonalBlock:
         gain: float | Tensor,
     ) -> None:
         """``M ← keep·M + gain·Σ w (1, a)(1, a)ᵀ``, in the entries that the reduction keeps."""
-        adapter, into, shift = _adapter(module), self.kept(state), self._shift(state)
+        adapter, into, shift = known_adapter(module), self.kept(state), self._shift(state)
         if (
             type(adapter) is LinearAdapter
             and isinstance(w, Tensor | kernels.Squares)
@@ -101,7 +102,7 @@ class DiagonalBlock:
         ):
             return
         w, gain = _weights(w, gain, next(m.dtype for m in into if m is not None))
-        a = _cast(a, w) if shift is None else _cast(a, w) - shift
+        a = in_dtype_of(w, a) if shift is None else in_dtype_of(w, a) - shift
         adapter.accumulate_(module, into, a, w, keep, gain)
 
     def _shift(self, state: State) -> Tensor | None:
@@ -164,24 +165,25 @@ class DiagonalBlock:
         if self.safeguard is None:
             return kept
         unit, layer, dead = self.safeguard
-        return [
-            m + (unit * m.flatten(1).mean(1).view(-1, *[1] * (m.dim() - 1)) + layer * m.mean())
-            if m.dim() > 1
-            else m + dead * m.mean()
-            for m in kept
-        ]
+        found = [m + dead * m.mean() for m in kept]
+        if self.weight is None or self.weight.dim() == 1:
+            return found
+        # A lookup table's rows are bounded each by its own mean: those of rare tokens are small throughout.
+        table = isinstance(self.module, nn.Embedding)
+        rows = kept[-1] if table else self.adapter.rows(self.module, kept[-1])
+        rows = rows + (unit * rows.mean(1, keepdim=True) + layer * rows.mean())
+        found[-1] = rows if table else self.adapter.unrows(self.module, rows, kept[-1].shape)
+        return found
 
-    def _decaying(self, moments: Tensors) -> list[Tensor]:
-        """``moments`` plus the curvature of the weight decay, but no more of it than ``MOST`` times their mean.
+    def _curvature(self, moments: Tensors) -> list[Tensor]:
+        """The weight decay's curvature, one number for each of the ``moments``, but at most ``MOST`` times their mean.
 
         A layer below one that starts at zero would else go by the decay alone, as far as those that matter.
         """
-        if not any(self.decays):
-            return [*moments]
-        return [m + _within(decay, m) for m, decay in zip(moments, self.decays)]
+        return [_within(decay, m) for m, decay in zip(moments, self.decays)]
 
     def decay(self, state: State) -> float:
-        """The largest weight decay of the block's parameters, each with the bound of :meth:`_decaying`."""
+        """The largest weight decay of the block's parameters, each with the bound of :meth:`_curvature`."""
         if not any(self.decays):
             return 0.0
         m00, _, mii = self.moments(state)
@@ -190,7 +192,7 @@ class DiagonalBlock:
 
     @cached_property
     def plain(self) -> bool:
-        """Whether this is a dense layer's block, whose weight is stored as ``[units, inputs]``."""
+        """Whether this is the block of a dense layer that has a shift, with its weight stored as ``[units, inputs]``."""
         dense = self.weight is not None and self.weight.dim() == 2
         return dense and type(self.adapter) is LinearAdapter
 
@@ -207,7 +209,12 @@ class DiagonalBlock:
     @classmethod
     def root(cls, blocks: Sequence[Any], state: State) -> roots.Root:
         """The roots of the metrics of ``blocks``, layers of one shape, stacked (:mod:`quasidiag.root`)."""
-        each = [block.rows_of(block._decaying(block._bounded(state))) for block in blocks]
+        each = []
+        for block in blocks:
+            kept = block._bounded(state)
+            if any(block.decays):
+                kept = [m + e for m, e in zip(kept, block._curvature(kept))]
+            each.append(block.rows_of(kept))
         *m00, mii = map(stacked, zip(*each))
         return roots.diagonal(m00[0] if m00 else None, mii)
 
@@ -242,7 +249,7 @@ class DiagonalBlock:
         """:meth:`accumulate_`, :meth:`finish_update`, :meth:`descend_` in one call; ``False`` where no kernel can."""
         module, a, w, keep, gain = update
         tidied = (state[self.home]["updates"] + 1) % TIDY_EVERY == 0
-        plain = self.kind is not None and type(_adapter(module)) is LinearAdapter
+        plain = self.kind is not None and type(known_adapter(module)) is LinearAdapter
         if tidied or not plain or self.safeguard or not isinstance(w, Tensor | kernels.Squares):
             return False
         a, w = a.flatten(0, -2), w.flatten(0, -2)
@@ -269,10 +276,11 @@ class QuasiDiagonalBlock(DiagonalBlock):
         state[self.weight]["m0i"] = torch.zeros_like(self.weight, dtype=dtype).detach()
         if self.adapter.shiftable:
             state[self.weight]["shift"] = torch.zeros(a.shape[-1], dtype=dtype, device=a.device)
-            self._move(state, a.to(dtype).flatten(0, -2).mean(0))
+            rows = a.to(dtype).flatten(0, -2)  # none, if the layer was given no samples yet
+            self._move(state, rows.sum(0) / max(1, len(rows)))
 
     def moments(self, state: State) -> Moments:
-        kept, shift = self.kept(state), state[self.weight].get("shift")
+        kept, shift = self.kept(state), self._shift(state)
         return kept if shift is None else recentre(kept, -shift)
 
     def tidy_(self, state: State) -> None:
@@ -300,8 +308,8 @@ class QuasiDiagonalBlock(DiagonalBlock):
             return w
         v0, vi = self._rows(gradients)
         m00, m0i, mii = self._moment_rows(state)
-        shift = state[self.weight].get("shift")
-        w0, wi = reductions.quasi_diagonal(m00, m0i, mii, v0, vi, eps=eps, floor=floor, shift=shift)
+        c = self._shift(state)
+        w0, wi = reductions.quasi_diagonal(m00, m0i, mii, v0, vi, eps=eps, floor=floor, shift=c)
         return [w0.view_as(self.bias), self.adapter.unrows(self.module, wi, self.weight.shape)]
 
     @classmethod
@@ -309,7 +317,9 @@ class QuasiDiagonalBlock(DiagonalBlock):
         each = []
         for block in blocks:
             m00, m0i, mii = block._kept_rows(state)
-            m00, mii = block._decaying([m00, mii])
+            if any(block.decays):
+                decay = block._curvature([m00, mii])
+                m00, m0i, mii = with_precision(m00, m0i, mii, block._shift(state), *decay)
             each.append((m00, m0i, mii))
         m00, m0i, mii = map(stacked, zip(*each))
         shift = None
@@ -359,8 +369,7 @@ class QuasiDiagonalBlock(DiagonalBlock):
                 return False  # not a view: a kernel would write into a copy
         m00, m0i, mii = self._moment_rows(state)
         v0, vi = self._rows(gradients)
-        shift = state[self.weight].get("shift")
-        return kernels.quasi_diagonal(m00, m0i, mii, v0, vi, shift, rule, **rows)
+        return kernels.quasi_diagonal(m00, m0i, mii, v0, vi, self._shift(state), rule, **rows)
 
     def _kept_rows(self, state: State) -> tuple[Tensor, Tensor, Tensor]:
         """The stored moments (:meth:`kept`), with those of the weight as ``[units, inputs]``."""
@@ -418,7 +427,9 @@ class UnitwiseBlock(DiagonalBlock):
         gain: float | Tensor,
     ) -> None:
         w, gain = _weights(w, gain, state[self.weight]["block"].dtype)
-        block = _adapter(module).full_block(module, _cast(a, w), w, self.bias is not None)
+        block = known_adapter(module).full_block(
+            module, in_dtype_of(w, a), w, self.bias is not None
+        )
         state[self.weight]["block"].mul_(keep).add_(block, alpha=gain)
 
     def tidy_(self, state: State) -> None:
@@ -462,12 +473,6 @@ def stacked(tensors: Sequence[Tensor]) -> Tensor:
     return tensors[0].unsqueeze(0) if len(tensors) == 1 else torch.stack([*tensors])
 
 
-def _adapter(module: nn.Module) -> Adapter:
-    adapter = adapter_of(module)
-    assert adapter is not None
-    return adapter
-
-
 def _safeguarded(
     bounds: tuple[float, float, float] | None, m00: Tensor, m0i: Tensor, mii: Tensor
 ) -> tuple[Tensor, Tensor]:
@@ -482,10 +487,6 @@ def _weights(w: Tensor, gain: float | Tensor, dtype: torch.dtype) -> tuple[Tenso
     """``w`` in the metric's precision, and the gain as a number: a gain on the device is multiplied into ``w``."""
     w = w.to(dtype)
     return (w * gain, 1.0) if isinstance(gain, Tensor) else (w, gain)
-
-
-def _cast(a: Tensor, w: Tensor) -> Tensor:
-    return a.to(w.dtype) if a.is_floating_point() else a
 
 
 REDUCTIONS: dict[str, type[DiagonalBlock]] = {

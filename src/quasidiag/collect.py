@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Generator, Tensor, nn
+from torch.autograd.graph import GradientEdge
 from torch.utils.hooks import RemovableHandle
 
 from quasidiag import backpropagated, kernels
@@ -129,13 +130,18 @@ class Collector:
         self.probe.enabled = due or (self.criterion is None and self.loss_reduction == "sum")
 
     def factor(self) -> float | Tensor:
-        r"""The factor that turns the sum over the records into a mean over samples.
+        """The factor that turns the sum over the records into a mean over samples; 0 if there are none."""
+        if not self.passes:
+            return 0.0
+        return (self.passes**2 if self.divided else 1) / self.total
 
-        Without a criterion, the loss of each of *k* accumulated passes is assumed to be divided by *k*, as is usual.
+    @property
+    def divided(self) -> bool:
+        """Whether the loss of each of *k* accumulated passes is assumed to be divided by *k*, as a mean loss usually is.
+
+        A criterion's loss is not: its backward pass shows what it was multiplied by.
         """
-        if self.criterion is None and self.loss_reduction == "mean":
-            return self.passes**2 / self.total
-        return 1 / self.total
+        return self.criterion is None and self.loss_reduction == "mean"
 
     def _reached(self, batch: int) -> None:
         """Begin a pass when the backward pass of a loss without criterion reaches the model's output."""
@@ -306,12 +312,12 @@ class Collector:
         once = self.metric == "monte-carlo" and self.samples == 1
         many = self.metric == "exact" and self.sharing == "expand" and boost is None
         above = activations(output, uses) if many else {}
-        ones: dict[Use, Deltas] = {}
+        ones: dict[Use, list[Tensor]] = {}
 
         def take(use: Use, deltas: Deltas) -> None:
             sums = found.setdefault(use, {})
             if use in above:  # the input to its activation's node, which then returns the slope
-                ones[use] = [d if d is None else d.new_ones(()).expand_as(d) for d in deltas]
+                ones[use] = [d.new_ones(()).expand_as(d) for d in deltas if d is not None]
             for whole in use.calls(deltas):
                 call, by = self._share(use.seen, whole, scale)
                 if self.sharing == "exact":
@@ -320,6 +326,8 @@ class Collector:
                 a, delta = self._brought(call)
                 a, before = sums.get(call.module, (a, None))
                 first = before is None and once
+                if before is None and not once and delta.dtype.itemsize < 4:
+                    before = torch.zeros_like(delta, dtype=torch.float32)  # for a sum of many
                 w = self._squared(delta, by) if first else kernels.square(delta, by, onto=before)
                 sums[call.module] = a, w
 
@@ -330,10 +338,12 @@ class Collector:
                 asking.backpropagate(vector)
                 self._sum_up()
         for use, node in above.items():
-            slope: Any = node
-            for call in use.calls([slope(*ones[use])]) if use in ones else ():
-                _, w = found[use][call.module]
-                kernels.weaken_(w, call.delta[: len(w)])
+            for one in ones.get(use, ()):
+                slope = backpropagated.slope(GradientEdge(node, 0), use.edge, one, one.shape)
+                assert slope is not None
+                for call in use.calls([slope]):
+                    _, w = found[use][call.module]
+                    kernels.weaken_(w, call.delta[: len(w)])
         return {use: [(m, *aw) for m, aw in sums.items()] for use, sums in found.items()}
 
     def _boost(self, output: Tensor) -> Tensor | None:
@@ -359,8 +369,10 @@ class Collector:
 
     def set_generator(self, place: Tensor, device: torch.device | str) -> None:
         """Continue from the generator state ``place``; not with other ranks, where rank and step determine the draws."""
-        if self.exchange is None:
-            self._generator(torch.device(device)).set_state(place.cpu())
+        generator = self._generator(torch.device(device))
+        # Those of a CPU and of a GPU differ, and have different sizes: there the draws start anew from the seed.
+        if self.exchange is None and len(place) == len(generator.get_state()):
+            generator.set_state(place.cpu())
 
     def _seed(self) -> int:
         return self.seed if self.exchange is None else self.exchange.seed(self.seed, self.step)

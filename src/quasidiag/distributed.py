@@ -60,6 +60,8 @@ class Outcome(NamedTuple):
     bad: bool
     #: The number of samples per rank, averaged over ranks.
     total: float
+    #: The number of backward passes, averaged over those ranks that had any.
+    passes: int
     seen: set[DiagonalBlock]
 
 
@@ -254,21 +256,40 @@ class Exchange:
         self._flights.append(Flight(blocks, work, result, sent, layout))
 
     def meet(
-        self, bad: bool | Tensor | None, total: int | float | Tensor, device: torch.device
+        self,
+        bad: bool | Tensor | None,
+        total: int | float | Tensor,
+        passes: int,
+        alike: bool,
+        device: torch.device,
     ) -> Outcome:
-        """Before a step, let the ranks agree: is any minibatch bad, how many samples are there, which blocks were used."""
+        """Before a step, let the ranks agree: is any minibatch bad, how many samples are there, which blocks were used.
+
+        If ``alike``, all of them raise unless those that had any backward pass had equally many.
+        """
         self._check(device)
         if bad is not None and self._weights:
             bad = bad | ~torch.stack([w.double() for w in self._weights]).isfinite().all()
         mine = [float(block in self._seen) for block in self._blocks]
         left = float(bool(self._rooms) or self._next > 0)
-        numbers = torch.tensor([0.0, 0.0, left, *mine], dtype=torch.float64, device=device)
+        powers = [float(passes**k) for k in (1, 2)]
+        numbers = torch.tensor(
+            [0.0, 0.0, left, float(passes > 0), *powers, *mine], dtype=torch.float64, device=device
+        )
         numbers[0], numbers[1] = 0.0 if bad is None else bad, total
         dist.all_reduce(numbers, group=self.group)
-        worst, count, late, *seen = numbers.tolist()
+        worst, count, late, some, once, twice, *seen = numbers.tolist()
+        # They had equally many if the mean of the squares is the square of the mean. What each rank's sums should be
+        # multiplied by else is not known in time: they may be on their way before its last pass.
+        if alike and not worst and some * twice != once**2:
+            raise RuntimeError(
+                f"the ranks had different numbers of backward passes before this step, and this one had {passes}: without a "
+                "criterion, a mean loss is taken to be divided by their number, which must be the same everywhere. Or give "
+                "the optimizer a criterion, or use loss_reduction='sum'"
+            )
         self._late = late > 0
         self._agreed = set(itertools.compress(self._blocks, seen))
-        return Outcome(worst > 0, count / self.size, self._agreed)
+        return Outcome(worst > 0, count / self.size, round(once / max(some, 1.0)), self._agreed)
 
     def _check(self, device: torch.device) -> None:
         """Once: raise unless all ranks have equally many blocks and parameters."""

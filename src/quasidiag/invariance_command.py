@@ -39,7 +39,7 @@ KEPT = 1e-6
 #: These differ from the defaults: ``eps`` and ``floor`` break the invariance by as much as they matter. The automatic step
 #: takes a tenth of its length, because long steps, though as invariant, amplify rounding from step to step.
 PAPERS: dict[str, Any] = {"gamma": 0.05, "eps": 0.0, "floor": 0.0}
-AUTOMATIC: dict[str, Any] = {"lr": 0.1, "floor": 0.0}
+AUTOMATIC: dict[str, Any] = {"lr": 0.1}
 
 
 def _preset(kind: Any, lr: float) -> Make:

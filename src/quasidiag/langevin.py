@@ -16,6 +16,7 @@ from torch import Generator, Tensor, nn
 from quasidiag import root, together, validate
 from quasidiag.blocks import DiagonalBlock, QuasiDiagonalBlock, State, UnitwiseBlock, Update
 from quasidiag.hidden import hidden
+from quasidiag.moments import with_precision
 from quasidiag.optimizer import Riemannian
 from quasidiag.outputs import OutputModel
 from quasidiag.sharding import is_sharded
@@ -120,7 +121,7 @@ class Langevin(Riemannian):
         for group in self.param_groups:
             _check(group)
         noise = _Noise(self.seed, self.steps)
-        for block in self._blocks:
+        for block in filter(self._known, self._blocks):
             moving = [p for p in block.parameters if p.grad is not None]
             rates = {float(self._group[p]["lr"]) for p in block.parameters}
             whole = len(moving) == len(block.parameters) and len(rates) == 1
@@ -202,10 +203,7 @@ class Cholesky(NamedTuple):
 def root_of(
     block: QuasiDiagonalBlock | UnitwiseBlock, state: State, prior: list[float]
 ) -> root.Root | Cholesky:
-    r"""The root of a block's metric with the precisions ``prior`` (of bias and weights) added to its diagonal.
-
-    For moments with the shift *c*, the precision :math:`e_0` of the bias adds :math:`e_0 (1, -c)(1, -c)^⊤`.
-    """
+    """The root of a block's metric with the precisions ``prior`` (of bias and weights) added to its diagonal."""
     if isinstance(block, UnitwiseBlock):
         full = state[block.weight]["block"].clone()
         diagonal = full.diagonal(dim1=1, dim2=2)
@@ -213,12 +211,8 @@ def root_of(
         if block.bias is not None:
             diagonal[:, 0].add_(prior[0] - prior[-1])
         return Cholesky(torch.linalg.cholesky(full), block.bias is not None)
-    m00, m0i, mii = block._moment_rows(state)
-    e0, ei = prior
-    c = state[block.weight].get("shift")
-    if c is None:
-        return root.quasi_diagonal(m00 + e0, m0i, mii + ei, None)
-    return root.quasi_diagonal(m00 + e0, m0i - e0 * c, mii + (ei + e0 * c.square()), c)
+    c = block._shift(state)
+    return root.quasi_diagonal(*with_precision(*block._moment_rows(state), c, *prior), c)
 
 
 def _check(group: dict[str, Any]) -> None:

@@ -42,7 +42,11 @@ def cotangents(
     r"""The vectors at the output whose backpropagated squares sum to the metric's weights :math:`w = \sum_k δ_k^2`.
 
     Each is a derivative of single samples' losses (not of the mean), times ``boost``, in the dtype of the output. They are
-    made one at a time, and nothing else of their size is kept.
+    made one at a time.
+
+    Those of the exact metric of a softmax are for all rows (samples, and positions of a sample) at once, with a random sign
+    each: where rows depend on the same units, products of their derivatives then vanish on the average. Where they do not,
+    signs change nothing.
     """
     output = output.detach()
     counted = criterion.counted(output, target)
@@ -56,15 +60,21 @@ def cotangents(
         vector = criterion.score(full, criterion.sample(full, generator))
         return brought(vector if samples == 1 else vector.div_(samples**0.5), counted)
 
-    if metric == "outer-product":
-        yield brought(criterion.residual(_full(output), target))
-    elif metric == "exact":
-        yield from map(brought, criterion.each_vector(_full(output)))
+    if metric == "exact":
+        full = _full(output)
+        signs = _signs(full, generator) if criterion.classes(output) > 1 else 1.0
+        for vector in criterion.each_vector(full):
+            yield brought(vector * signs)
     elif metric == "monte-carlo":
         for _ in range(samples):
             yield _in_parts(drawn, output, counted)
     else:
         raise ValueError(f"the {metric} metric has no vectors at the output")
+
+
+def _signs(output: Tensor, generator: Generator | None) -> Tensor:
+    """1 or -1 for each row of the output."""
+    return torch.empty_like(output[..., :1]).bernoulli_(0.5, generator=generator).mul_(2).sub_(1)
 
 
 def _full(output: Tensor) -> Tensor:

@@ -71,3 +71,20 @@ def full_precision(device: torch.device) -> AbstractContextManager[object]:
     """A context without autocast: the metric is kept and inverted in its own precision."""
     on = torch.is_autocast_enabled(device.type)
     return torch.autocast(device.type, enabled=False) if on else nullcontext()
+
+
+def with_precision(
+    m00: Tensor,
+    m0i: Tensor,
+    mii: Tensor,
+    shift: Tensor | None,
+    e0: Tensor | float,
+    ei: Tensor | float,
+) -> tuple[Tensor, Tensor, Tensor]:
+    r"""The moments of a metric with :math:`e_0` and :math:`e_i` added to the diagonal of its bias and its weights.
+
+    In moments with the shift *c* that of the bias is :math:`e_0 (1, -c)(1, -c)^⊤`.
+    """
+    if shift is None:
+        return m00 + e0, m0i, mii + ei
+    return m00 + e0, m0i - e0 * shift, mii + (ei + e0 * shift.square())

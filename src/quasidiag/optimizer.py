@@ -78,22 +78,20 @@ class Riemannian(Saved):
             terms of the loss; by default a half, and at most 2,048 terms.
         step_every: ``step="auto"`` measures its quadratic model every this many steps, by default 6.
         orthogonal: whether ``step="auto"`` gives all directions of a layer's gradient the same strength
-            (:mod:`quasidiag.auto.orthogonal`), the default, or follows the Riemannian gradient itself. If ``True``,
-            ``eps`` and ``floor`` have no effect. The unitwise reduction is never orthogonalised.
+            (:mod:`quasidiag.auto.orthogonal`), the default, or follows the Riemannian gradient itself. ``eps`` and
+            ``floor`` then have an effect only on what is not orthogonalised: unitwise blocks, and partly frozen layers.
         averaged: whether ``step="auto"`` leaves the model at an average of its recent parameters between two steps
             (:mod:`quasidiag.auto.rest`), the default; training itself is the same either way.
         safeguard: bounds on the metric relative to the mean of its unit and of its layer
-            (:func:`quasidiag.reductions.safeguarded`), or ``None`` for none; by default only ``step="auto"`` has them.
+            (:func:`quasidiag.reductions.safeguarded`), except unitwise; by default only with ``step="auto"``.
         loss_reduction: without a criterion, whether the loss is a ``"mean"`` or a ``"sum"`` over the batch.
-        loss_scale: without a criterion, what the loss is multiplied by before its backward pass: a number, or a function
-            such as ``torch.amp.GradScaler.get_scale``.
+        loss_scale: without a criterion, what the loss is multiplied by before its backward pass, and gradients are divided
+            by before the step: a number, or a function such as ``torch.amp.GradScaler.get_scale``.
         seed: the seed of the generator that draws the Monte Carlo targets.
-        nonfinite: what to do with a minibatch whose gradient is not finite: ``"skip"`` warns and leaves everything as it
-            was, ``"raise"`` raises ``FloatingPointError``.
+        nonfinite: a gradient that is not finite is left out with a warning (``"skip"``) or an error (``"raise"``).
         foreach: solve and update many tensors in one call (:mod:`quasidiag.together`, :mod:`quasidiag.auto.stacks`):
             ``True`` wherever possible, at the price of memory, ``False`` never, ``None`` for tensors that are not large.
-        capturable: never wait for the device, so that a step can be captured in a CUDA graph; whether gradients are finite
-            is then not checked.
+        capturable: never wait for the device, for a step in a CUDA graph; it is not checked whether gradients are finite.
         process_group: the ranks whose samples enter the metric together. ``"auto"`` finds those of DDP or
             ``fully_shard``, or else takes all ranks; ``None`` keeps this rank to itself.
 
@@ -164,7 +162,7 @@ class Riemannian(Saved):
         )
         validate.flags(foreach=foreach, orthogonal=orthogonal, averaged=averaged)
         if step == "auto":
-            validate.auto(model, criterion, capturable)
+            validate.auto(model, criterion, capturable, params)
         elif orthogonal:
             raise ValueError("orthogonal directions have no length: only step='auto' has them")
         elif averaged:
@@ -275,6 +273,7 @@ class Riemannian(Saved):
                     for p in block.parameters:
                         self.state[p] = {k: x for k, x in self.state[p].items() if k in STAYS}
             self._watch()
+            self._restart()
             if self._model is not None:
                 self._model.replay.parameters = [*self._group]
 
@@ -321,12 +320,14 @@ class Riemannian(Saved):
     @hidden
     @torch.no_grad()
     def precondition_(self) -> None:
-        """Update the metric and turn every ``.grad`` into the Riemannian gradient, in place.
+        """Update the metric and turn every ``.grad`` into the Riemannian gradient; another optimizer then takes the step.
 
-        For use with another optimizer, which then takes the step.
+        Of a minibatch that is skipped no gradient is left.
         """
         with full_precision(next(iter(self._group)).device):
-            if ready(self):
+            if not ready(self):
+                self.zero_grad()
+            else:
                 self._update_metric()
                 for parameter, w in self._directions():
                     assert parameter.grad is not None

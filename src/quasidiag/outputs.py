@@ -79,7 +79,10 @@ class OutputModel(nn.Module, ABC):
 
     @abstractmethod
     def vectors(self, output: Tensor) -> Tensor:
-        """``[K, *output.shape]``: vectors whose outer products sum to the Fisher matrix of each sample's output."""
+        """``[K, *output.shape]``: vectors whose outer products sum to the Fisher matrix of each sample's output.
+
+        Of an output with several positions, ``[..., positions, classes]``, that of each position's output will do.
+        """
 
     def each_vector(self, output: Tensor) -> Iterator[Tensor]:
         """The vectors of :meth:`vectors` one at a time, which takes less memory."""
@@ -124,8 +127,8 @@ class Categorical(OutputModel):
     def least_of(self, output: Tensor) -> float:
         k, s = output.shape[-1], self.label_smoothing
         own, other = 1 - s + s / k, s / k
-        entropy = own * math.log(own) + (k - 1) * other * math.log(other) if s else 0.0
-        return self.least - entropy
+        entropy = -own * math.log(own) - (k - 1) * other * math.log(other) if s else 0.0
+        return self.least + entropy
 
     def forward(self, output: Tensor, target: Tensor) -> Tensor:
         self._check(output, target)

@@ -32,7 +32,13 @@ class _Preset(Riemannian):
                     f"{type(self).__name__} has its own {name}: use qd.Riemannian to choose another"
                 )
         super().__init__(
-            model, criterion, lr=lr, metric=self._metric, reduction=self._reduction, **options
+            model,
+            criterion,
+            lr=lr,
+            step="fixed",
+            metric=self._metric,
+            reduction=self._reduction,
+            **options,
         )
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import sys
 import warnings
 from collections.abc import Collection
@@ -12,6 +13,7 @@ from torch import Tensor, nn
 
 from quasidiag import kernels, validate
 from quasidiag.blocks import DiagonalBlock
+from quasidiag.callers import outside
 from quasidiag.sharding import local
 
 if TYPE_CHECKING:
@@ -47,13 +49,22 @@ def ready(optimizer: Riemannian) -> bool:
     bad: Any = None if optimizer.capturable else not_finite(optimizer, gradients)
     if exchange is not None:
         device = gradients[0][1].device
-        bad, collector.total, seen = exchange.meet(bad, collector.total, device)
+        bad, collector.total, collector.passes, seen = exchange.meet(
+            bad, collector.total, collector.passes, collector.divided, device
+        )
     usable = bad is None or not bool(bad)
-    if usable and collector.passes and isinstance(collector.total, int) and not collector.total:
+    # To look into a tensor would be to wait for the device.
+    counted = not isinstance(collector.total, Tensor)
+    none = collector.passes and counted and not collector.total
+    if usable and none and optimizer.criterion is None:
         raise RuntimeError("the minibatch is empty: there is no sample in it to go by")
+    if usable and (none or nothing_counts(optimizer)):
+        message = "a minibatch was skipped: none of its targets counts, all are ignored"
+        warnings.warn(message, RuntimeWarning, stacklevel=outside())
+        return False
     if collector.due:
         moving = [b for b in optimizer._blocks if any(p.grad is not None for p in b.parameters)]
-        if usable and not collector.passes and exchange is None and moving:
+        if usable and not collector.passes and moving:
             raise RuntimeError(why_unseen(optimizer, moving[0]))
         for block in optimizer._blocks:
             unseen = block not in seen and not optimizer._started(block)
@@ -62,13 +73,23 @@ def ready(optimizer: Riemannian) -> bool:
     return usable or refuse(optimizer, gradients)
 
 
+def nothing_counts(optimizer: Riemannian) -> bool:
+    """Whether ``step="auto"`` was given losses without a term; several ranks only see that where the metric is due."""
+    if optimizer._model is None or optimizer._exchange is not None:
+        return False
+    replay = optimizer._model.replay
+    return replay.samples() > 0 and not replay.size()
+
+
 def not_finite(optimizer: Riemannian, gradients: Gradients) -> bool | Tensor:
     """Whether anything in the minibatch is not finite, without waiting for the device."""
     kept = [record.w for record in optimizer._collector.records] + optimizer._sums.tensors()
     finite = kernels.finite([*(gradient for _, gradient in gradients), *kept])
     if finite is not None:
         return not finite
-    norms = torch._foreach_norm([gradient for _, gradient in gradients])
+    # The largest entries: a sum of squares would overflow in float16.
+    full = [gradient for _, gradient in gradients if gradient.numel()]
+    norms = torch._foreach_norm(full, math.inf) if full else [torch.zeros(())]
     numbers = [*norms, *(x.sum() for x in kept)]
     device = numbers[0].device
     return ~torch.stack([x.float().to(device) for x in numbers]).isfinite().all()
@@ -82,7 +103,7 @@ def refuse(optimizer: Riemannian, gradients: Gradients) -> bool:
     if optimizer.nonfinite == "raise":
         optimizer._forget()
         raise FloatingPointError(message + ". Lower the learning rate, or look at the data.")
-    warnings.warn(message, RuntimeWarning, stacklevel=5)
+    warnings.warn(message, RuntimeWarning, stacklevel=outside())
     return False
 
 
@@ -136,7 +157,7 @@ def warn_of_thawed(optimizer: Riemannian) -> None:
         warnings.warn(
             f"{', '.join(names)}: frozen when the optimizer was made, trainable now, and not trained. Hand it over with "
             "optimizer.add_param_group({'params': ...})",
-            stacklevel=_outside(),
+            stacklevel=outside(),
         )
 
 
@@ -153,18 +174,5 @@ def warn_of_others(others: Collection[Tensor], model: nn.Module) -> None:
         warnings.warn(
             f"no block structure is known for {', '.join(found[:NAMED])}{more}: what is in no known layer follows the "
             "diagonal rule of qd.AdaGrad. qd.register_layer teaches quasidiag a new layer.",
-            stacklevel=_outside(),
+            stacklevel=outside(),
         )
-
-
-def _outside() -> int:
-    """The ``stacklevel`` at which a warning points at the line that called this package."""
-    frame, level = sys._getframe(1), 1
-    while frame.f_back is not None and _inside(frame.f_globals.get("__name__", "")):
-        frame, level = frame.f_back, level + 1
-    return level
-
-
-def _inside(module: str) -> bool:
-    """Whether a module is of this package, or of what wraps its calls."""
-    return module.partition(".")[0] in ("quasidiag", "torch", "contextlib")

@@ -137,15 +137,25 @@ def unsharded(model: nn.Module) -> Iterator[None]:
     from torch.distributed.fsdp import FSDPModule
 
     roots = [module for module in model.modules() if isinstance(module, FSDPModule)]
+    before = [_flags(root) for root in roots]
     for root in roots:
         root.set_is_last_backward(False)
         root.set_reshard_after_backward(False, recurse=False)
     try:
         yield
     finally:
-        for root in roots:
-            root.set_is_last_backward(True)
-            root.set_reshard_after_backward(True, recurse=False)
+        for root, (last, reshard) in zip(roots, before):
+            root.set_is_last_backward(last)
+            root.set_reshard_after_backward(reshard, recurse=False)
+
+
+def _flags(root: Any) -> tuple[bool, bool]:
+    """Whether the next backward pass is the last one, and whether it reshards: FSDP has public names to set them only."""
+    state = root._get_fsdp_state()
+    # In older torch a module has one group of parameters at most, and not a list; one without any reshards nothing.
+    groups = getattr(state, "_fsdp_param_groups", None) or [state._fsdp_param_group]
+    reshard = all(group.reshard_after_backward for group in groups if group is not None)
+    return state._state_ctx.is_last_backward, reshard
 
 
 def check_layout(name: str, parameter: Any) -> None:
@@ -177,6 +187,11 @@ def check_model(model: nn.Module, blocks: list[DiagonalBlock]) -> None:
     for block in blocks:
         if len({is_sharded(p) for p in block.parameters}) > 1:
             raise ValueError(f"{block.name} has a sharded and an unsharded parameter: shard both")
+        if is_sharded(block.home) and block.safeguard is not None:
+            raise ValueError(
+                f"safeguard= is not for fully_shard: it goes by the mean over a layer's units, and each rank has only some "
+                f"of those of {block.name}. Use safeguard=None and an eps, or DDP"
+            )
         if is_sharded(block.home) and type(block) is not DiagonalBlock and not _units_first(block):
             raise ValueError(
                 f"the units of {block.name} ({type(block.module).__name__}) do not lie along its weight's first dimension, "

@@ -28,7 +28,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from quasidiag.layers.base import Adapter, adapter_of, register_layer
+from quasidiag.layers.base import Adapter, in_dtype_of, known_adapter, register_layer
 from quasidiag.layers.composite import Call
 from quasidiag.layers.embedding import EmbeddingAdapter
 from quasidiag.moments import Moments
@@ -63,12 +63,6 @@ class SampleView(View):
     """The gradients of single samples, for all layers that feed a block."""
 
 
-def known(module: nn.Module) -> Adapter:
-    adapter = adapter_of(module)
-    assert adapter is not None
-    return adapter
-
-
 @register_layer(BiasView)
 class BiasAdapter(Adapter):
     """Updates ``m00`` as the layer's own adapter does, and nothing else."""
@@ -77,7 +71,9 @@ class BiasAdapter(Adapter):
         self, module: nn.Module, into: Moments, a: Tensor, w: Tensor, keep: float, gain: float
     ) -> None:
         assert isinstance(module, View)
-        known(module.of).accumulate_(module.of, Moments(into.m00, None, None), a, w, keep, gain)
+        known_adapter(module.of).accumulate_(
+            module.of, Moments(into.m00, None, None), a, w, keep, gain
+        )
 
 
 # ------------------------------------------------------------------------------------------------ reduce
@@ -85,12 +81,12 @@ class BiasAdapter(Adapter):
 
 def reduced(module: nn.Module, a: Tensor, delta: Tensor) -> tuple[Tensor, Tensor]:
     """Mean activity ``[N, G, I]`` and summed derivative ``[N, G, U]`` of every sample."""
-    adapter = known(module)
+    adapter = known_adapter(module)
     if isinstance(adapter, EmbeddingAdapter):
         return _token_shares(module, a, delta)
     found = []
     for part in _slices(len(a), _size(module, a, delta)):
-        p, d = adapter.patches(module, _like(a[part], delta), delta[part])
+        p, d = adapter.patches(module, in_dtype_of(delta, a[part]), delta[part])
         found.append((p.mean(1), d.sum(1)))
     return torch.cat([p for p, _ in found]), torch.cat([d for _, d in found])
 
@@ -116,13 +112,13 @@ class ReducedAdapter(Adapter):
 
     def weight_grad(self, module: nn.Module, a: Tensor, g: Tensor) -> Tensor:
         assert isinstance(module, View)
-        adapter = known(module.of)
+        adapter = known_adapter(module.of)
         rows = torch.einsum("ngu,ngi->gui", g, a).flatten(0, 1)
         return adapter.unrows(module.of, rows, getattr(module.of, adapter.weight).shape)
 
     def bias_grad(self, module: nn.Module, g: Tensor) -> Tensor:
         assert isinstance(module, View)
-        return g.sum(0).reshape(getattr(module.of, known(module.of).bias or "").shape)
+        return g.sum(0).reshape(getattr(module.of, known_adapter(module.of).bias or "").shape)
 
     def patches(self, module: nn.Module, a: Tensor, g: Tensor) -> tuple[Tensor, Tensor]:
         return a.unsqueeze(1), g.unsqueeze(1)
@@ -162,7 +158,9 @@ class Samples:
             )
         size = sum(_size(*call) for call in self.calls)
         for part in _slices(sizes.pop(), size):
-            yield [Call(c.module, _like(c.a[part], c.delta), c.delta[part]) for c in self.calls]
+            yield [
+                Call(c.module, in_dtype_of(c.delta, c.a[part]), c.delta[part]) for c in self.calls
+            ]
 
 
 @register_layer(SampleView)
@@ -173,7 +171,7 @@ class SampleAdapter(Adapter):
         self, module: nn.Module, into: Moments, a: Tensor, w: Any, keep: float, gain: float
     ) -> None:
         assert isinstance(module, View) and isinstance(w, Samples)
-        layer, adapter = module.of, known(module.of)
+        layer, adapter = module.of, known_adapter(module.of)
         for kept in into:
             if kept is not None:
                 kept.mul_(keep)
@@ -207,11 +205,11 @@ def gradients(
     layer: nn.Module, calls: list[Call], bias: bool, weight: bool
 ) -> tuple[Tensor | None, Tensor | None]:
     """Each sample's gradients of bias and weight, ``[n, units]`` and ``[n, units, inputs]``, in the rows of ``layer``."""
-    target = known(layer)
+    target = known_adapter(layer)
     g0: list[Tensor] = []
     gi: list[Tensor] = []
     for module, a, delta in calls:
-        adapter = known(module)
+        adapter = known_adapter(module)
         if adapter.has_patches:
             p, d = adapter.patches(module, a, delta)
             if bias:
@@ -243,13 +241,9 @@ def _slices(n: int, size: int) -> Iterator[slice]:
 
 def _size(module: nn.Module, a: Tensor, delta: Tensor) -> int:
     """How many numbers one sample's gradient takes in memory, with the patches that it is made from."""
-    adapter = known(module)
+    adapter = known_adapter(module)
     weight = getattr(module, adapter.weight).numel() if adapter.weight else 0
     if not adapter.has_patches:
         return 2 * weight
-    p, _ = adapter.patches(module, _like(a[:1], delta), delta[:1])
+    p, _ = adapter.patches(module, in_dtype_of(delta, a[:1]), delta[:1])
     return p.numel() + 3 * weight
-
-
-def _like(a: Tensor, delta: Tensor) -> Tensor:
-    return a.to(delta.dtype) if a.is_floating_point() else a

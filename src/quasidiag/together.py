@@ -16,6 +16,7 @@ from torch import Tensor, nn
 
 from quasidiag.blocks import DiagonalBlock, Update
 from quasidiag.kernels.rule import Rule
+from quasidiag.moments import PLAIN
 from quasidiag.sharding import like, local, rows_of
 from quasidiag.sums import dtype_of
 
@@ -31,7 +32,7 @@ Pairs = Iterable[tuple[nn.Parameter, Tensor]]
 
 def wanted(foreach: bool | None, tensors: Sequence[Tensor]) -> bool:
     """Whether these go into a batch: plain tensors only, and only small ones if ``foreach`` is ``None``."""
-    if foreach is False or not all(type(t) in (Tensor, nn.Parameter) for t in tensors):
+    if foreach is False or not all(type(t) in PLAIN for t in tensors):
         return False
     return foreach is True or sum(t.numel() for t in tensors) <= SMALL
 

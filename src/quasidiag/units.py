@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 from torch import Size, Tensor, nn
 
 from quasidiag.blocks import REDUCTIONS, DiagonalBlock, QuasiDiagonalBlock, UnitwiseBlock
-from quasidiag.layers.base import Adapter, adapter_of
+from quasidiag.layers.base import Adapter, adapter_of, known_adapter
 from quasidiag.layers.composite import BiasPart, Composite, Part
 from quasidiag.sharing import BiasView, ReducedView, SampleView, reducible
 
@@ -102,8 +102,7 @@ def _layers(model: nn.Module, wanted: set[Tensor], units: Units) -> Iterable[Lay
             inside |= set(module.modules())
         found = []
         for part_name, part in parts.items():
-            own = adapter_of(part)
-            assert own is not None
+            own = known_adapter(part)
             weight, bias = _own(part, own.weight, wanted), _own(part, own.bias, wanted)
             if weight is not None or bias is not None:
                 label = ".".join(filter(None, (name, part_name))) or type(module).__name__

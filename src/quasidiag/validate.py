@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import warnings
 from collections.abc import Iterable, Mapping
 from types import MappingProxyType
 from typing import Any
@@ -10,6 +11,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from quasidiag.blocks import REDUCTIONS
+from quasidiag.callers import outside
 from quasidiag.metrics import METRICS
 from quasidiag.outputs import OutputModel
 from quasidiag.sharing import SHARINGS
@@ -144,8 +146,12 @@ def safeguard(value: Any) -> tuple[float, float, float] | None:
     return bounds
 
 
-def auto(model: nn.Module, criterion: object, capturable: bool) -> None:
-    """Raise if ``step="auto"`` cannot work with these."""
+#: Factors of all param groups below this look like another optimizer's step sizes.
+SMALL_FACTOR = 0.1
+
+
+def auto(model: nn.Module, criterion: object, capturable: bool, params: Any = None) -> None:
+    """Raise if ``step="auto"`` cannot work with these; warn if the ``lr`` of param groups look like step sizes."""
     if criterion is None:
         raise ValueError(
             "step='auto' (no lr) measures the loss's own quadratic model, and needs the criterion, such as "
@@ -157,6 +163,13 @@ def auto(model: nn.Module, criterion: object, capturable: bool) -> None:
         )
     if any(hasattr(p, "placements") for p in model.parameters()):
         raise ValueError("step='auto' does not cover sharded parameters (fully_shard): give an lr")
+    groups = params if isinstance(params, list) else []
+    if groups and all(isinstance(g, dict) and 0 < g.get("lr", 1) < SMALL_FACTOR for g in groups):
+        warnings.warn(
+            "the lr of a param group is a factor of the automatic step, and all of these are small: leave them out, or "
+            "give lr= as well if they are meant as step sizes",
+            stacklevel=outside(),
+        )
 
 
 def auto_group(group: dict[str, Any]) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections import OrderedDict
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -12,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 import quasidiag as qd
-from nets import batch, mlp
+from nets import batch, linear_layers, mlp
 from quasidiag.auto import descent
 from quasidiag.auto.proposal import Proposal
 from quasidiag.auto.replay import Replay
@@ -195,3 +196,15 @@ def test_a_direction_that_is_not_finite_moves_nothing(monkeypatch: pytest.Monkey
         optimizer.step()
     assert all(torch.equal(p, q) for p, q in zip(model.parameters(), before, strict=True))
     assert loss.log_std.isfinite().all() and loss.log_std.detach().abs().max() > 0
+
+
+@pytest.mark.parametrize(("rates", "warns"), [((1e-3, 1e-2), True), ((0.5, 1e-2), False)])
+def test_step_sizes_given_for_factors(rates: tuple[float, float], warns: bool) -> None:
+    """A group's lr is a factor here; those of Adam would leave next to nothing of the step."""
+    model = mlp(4, 3, 2)
+    layers = linear_layers(model)
+    groups = [{"params": [*x.parameters()], "lr": lr} for x, lr in zip(layers, rates, strict=True)]
+    with warnings.catch_warnings(record=True) as said:
+        warnings.simplefilter("always")
+        qd.Riemannian(model, qd.Categorical(), params=groups)
+    assert any("factor of the automatic step" in str(w.message) for w in said) is warns

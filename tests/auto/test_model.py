@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 import quasidiag as qd
 from nets import OUTPUTS, STD, batch, criterion, linear_layers, mlp
-from quasidiag.auto.parabola import minimiser
+from quasidiag.auto.parabola import Parabola, minimiser
 from quasidiag.auto.proposal import reach
 from quasidiag.auto.quadratic import BOUNDS, DECAY, FORMS, MORE, SHORTEST, QuadraticModel
 from quasidiag.auto.replay import Replay
@@ -397,3 +397,11 @@ def test_a_form_that_is_not_finite_is_forgotten(at: int, monkeypatch: pytest.Mon
     saved["auto"]["forms"] = {"new, new": math.nan}
     optimizer.load_state_dict(saved)
     assert optimizer.auto.forms == {}
+
+
+def test_no_direction_is_followed_uphill() -> None:
+    """Where two do about the same to the outputs, the minimum may lie behind one of them: the other goes alone."""
+    slopes, curved = np.array([4.0, 1.0]), np.array([[4.0, 3.8], [3.8, 4.0]])
+    parabola = Parabola(slopes, curved, np.zeros((2, 2)), np.ones(2))
+    assert minimiser(slopes, curved)[1] > 0
+    assert parabola.best == pytest.approx([-1.0, 0.0], rel=1e-5)

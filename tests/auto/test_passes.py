@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from typing import Any
 
 import pytest
@@ -275,3 +276,24 @@ def test_a_scaler_of_one_optimizer_of_two() -> None:
             scaler.update()
         ends.append([p.detach() for p in model.parameters()])
     same(ends)
+
+
+@pytest.mark.parametrize("cut", [slice(None, -1), slice(1, None), slice(None, 3)])
+@pytest.mark.parametrize("flat", [False, True])
+def test_a_copied_slice_of_a_sequence_is_known(cut: slice, flat: bool) -> None:
+    """As most write it where the next word is to be told: ``logits[:, :-1].contiguous().view(-1, words)``."""
+    torch.manual_seed(0)
+    model, loss = nn.Sequential(nn.Embedding(9, 6), nn.Linear(6, 9)).double(), qd.Categorical()
+    x, ends = torch.randint(9, (40, 7)), []
+    for copies in (False, True):
+        twin = copy.deepcopy(model)
+        optimizer = qd.Riemannian(twin, loss)
+        for _ in range(3):
+            optimizer.zero_grad()
+            y, t = twin(x)[:, cut], x.roll(1, 1)[:, cut]
+            y = y.contiguous() if copies else y
+            y, t = (y.reshape(-1, 9), t.reshape(-1)) if flat and copies else (y, t)
+            loss(y, t).backward()
+            optimizer.step()
+        ends.append([p.detach().clone() for p in twin.parameters()])
+    torch.testing.assert_close(*ends, rtol=1e-9, atol=1e-9)

@@ -306,3 +306,22 @@ def test_a_network_of_its_own_precision() -> None:
     for _ in range(30):
         step(optimizer, x, t)
     assert objective(optimizer, x, t, 0.1) < first
+
+
+def test_the_metric_with_a_decaying_bias_does_not_depend_on_the_shift() -> None:
+    """Oracle: the moments measured from zero, with the decay on the diagonal."""
+    model, loss = mlp(4, 6, 3), qd.Categorical()
+    optimizer = qd.Riemannian(model, loss, weight_decay=0.01, safeguard=None)
+    x, t = batch("categorical", 60, 4, 3)
+    loss(model(x + 3), t).backward()
+    optimizer.step()
+    block = optimizer._blocks[0]
+    assert optimizer.state[block.weight]["shift"].abs().min() > 1 and any(block.decays)
+    gradients = [torch.ones_like(p) for p in block.parameters]
+    found = []
+    for _ in range(2):
+        root = block.root([block], optimizer.state)
+        u = root.gradient([g.unsqueeze(0) for g in gradients])
+        found.append(torch.cat([x.flatten() for x in root.step(u)]))
+        block._move(optimizer.state, -optimizer.state[block.weight]["shift"].clone())
+    torch.testing.assert_close(*found, rtol=1e-8, atol=1e-10)

@@ -275,8 +275,11 @@ def test_what_was_put_elsewhere_has_no_rest_to_come_back_to() -> None:
     with torch.no_grad():
         for p in rule.model.parameters():
             p.mul_(0.5)
+    put = now(rule)
+    train(rule, range(1))
     harm(rule)
     at_rest = now(rule)
+    torch.testing.assert_close(at_rest, put, rtol=1e-9, atol=1e-9)  # a retreat goes no further back
     torch.testing.assert_close(backward(rule, 0), at_rest, rtol=0.0, atol=0.0)
 
 

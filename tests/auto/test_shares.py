@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import copy
-from typing import Any
+import math
+from typing import Any, NamedTuple
 
 import pytest
 import torch
@@ -344,3 +345,33 @@ def test_a_part_lies_in_one_piece_and_is_a_copy() -> None:
     part = Part(256, 512).rows(x)
     assert part.is_contiguous() and part.data_ptr() != x.data_ptr()
     assert torch.equal(part, x[::2])
+
+
+class Labelled(NamedTuple):
+    """A minibatch as some data loaders give it."""
+
+    x: Tensor
+    note: str = ""
+
+
+class Ruled(nn.Module):
+    """Takes a named tuple; one class is ruled out; samples may see each other."""
+
+    def __init__(self, centred: bool) -> None:
+        super().__init__()
+        self.net, self.centred = mlp(4, 6, 3), centred
+
+    def forward(self, given: Labelled) -> Tensor:
+        x = given.x - given.x.mean(0) if self.centred else given.x
+        return self.net(x).masked_fill(torch.tensor([False, True, False]), -math.inf)
+
+
+@pytest.mark.parametrize("centred", [False, True])
+def test_outputs_that_are_not_finite_do_not_hide_the_others(centred: bool) -> None:
+    x, t = torch.randn(600, 4, dtype=F64), torch.zeros(600, dtype=torch.long)
+    model, replay, entered = entry(Ruled(centred), t, Labelled(x))
+    part = replay._part(entered, 0.5)
+    assert (part is None) is centred and replay.divisible is not centred
+    whole = replay._run(entered, {})
+    assert bool(replay.alike(entered, whole, 1.0)) and not replay.alike(entered, whole + 1, 1.0)
+    del model

@@ -231,3 +231,18 @@ def test_what_is_frozen_does_not_move_by_what_is_left_of_its_gradient(
     model[0].requires_grad_()
     train(model, loss, optimizer, x, t, 3)
     assert_moved(before, model[0])
+
+
+@pytest.mark.parametrize("sharing", ["expand", "exact", "reduce"])
+def test_a_group_added_before_a_step_needs_another_backward_pass(sharing: str) -> None:
+    """What was recorded for the old layers is gone, and the message says what to do."""
+    model, loss, x, t = problem()
+    model[0].requires_grad_(False)
+    optimizer = qd.QDOP(model, loss, lr=0.05, sharing=sharing)
+    train(model, loss, optimizer, x, t)
+    loss(model(x), t).backward()
+    model[0].requires_grad_(True)
+    optimizer.add_param_group({"params": model[0].parameters()})
+    with pytest.raises(RuntimeError, match="the metric saw no loss"):
+        optimizer.step()
+    train(model, loss, optimizer, x, t)

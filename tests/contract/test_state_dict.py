@@ -114,3 +114,20 @@ def test_loading_drops_what_was_accumulating() -> None:
     optimizer.load_state_dict(kept)
     assert not optimizer._collector.records
     assert optimizer._collector.total == 0
+
+
+def test_the_generator_of_another_device_is_left_where_it_was() -> None:
+    """A CUDA generator's state has 16 bytes, a CPU's thousands: draws then start anew from the seed."""
+    model, loss, x, t = problem()
+    optimizer = qd.Riemannian(model, loss)
+    train(model, loss, optimizer, x, t, 3)
+    kept = {**optimizer.state_dict(), "generator": torch.zeros(16, dtype=torch.uint8)}
+    ends = []
+    for state in (kept, {**kept, "generator": None}):
+        twin, loss, x, t = problem()
+        twin.load_state_dict(model.state_dict())
+        fresh = qd.Riemannian(twin, loss)
+        fresh.load_state_dict(state)
+        train(twin, loss, fresh, x, t, 9)
+        ends.append(values(twin))
+    assert_same(*ends, tolerance=0.0)

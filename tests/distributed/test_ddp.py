@@ -231,6 +231,123 @@ def test_a_layer_that_only_some_ranks_use() -> None:
     same(first, numbers(network))
 
 
+def passes(rank: int, size: int) -> dict[str, str]:
+    """One rank accumulates two passes, the others have one: what the optimizer says to it, if anything."""
+    found = {}
+    for name in ("loss", "exact"):
+        network = DDP(model())
+        rule, criterion = optimizer(network, name)
+        x, t = part(batches()[0], rank, size)
+        if rank == 0:
+            with network.no_sync():
+                (criterion(network(x[:6]), t[:6]) / 2).backward()
+            (criterion(network(x[6:]), t[6:]) / 2).backward()
+        else:
+            criterion(network(x), t).backward()
+        found[name] = complaint(rule)
+    return found
+
+
+def complaint(rule: qd.Riemannian) -> str:
+    """What a step that cannot be taken says; nothing if it is taken."""
+    try:
+        rule.step()
+    except RuntimeError as error:
+        return str(error)
+    return ""
+
+
+def test_ranks_with_different_numbers_of_passes() -> None:
+    """Without a criterion, by what to multiply a pass's part of a mean is not known; a criterion's loss tells it."""
+    for rank, found in enumerate(run(passes, 2)):
+        assert "different numbers of backward passes" in found["loss"]
+        assert f"this one had {2 - rank}" in found["loss"]
+        assert not found["exact"]
+
+
+def watch_one(rank: int, size: int) -> Tensor:
+    network = DDP(Choosy(), find_unused_parameters=True)
+    rule = qd.Riemannian(network, lr=0.02, gamma=0.2, params=network.module.layers[0].parameters())
+    for batch in batches():
+        network.zero_grad()
+        rule.zero_grad()
+        x, t = part(batch, rank, size)
+        nn.functional.cross_entropy(network(x, rank), t).backward()
+        rule.step()
+    return numbers(network)
+
+
+def test_a_rank_without_a_pass_goes_by_the_others() -> None:
+    network = Choosy()
+    layer = network.layers[0]
+    rule = qd.Riemannian(network, lr=0.02, gamma=0.2, params=layer.parameters(), loss_scale=0.5)
+    for batch in batches():
+        rule.zero_grad()
+        x, t = part(batch, 0, 2)
+        (nn.functional.cross_entropy(network(x, 0), t) / 2).backward()  # DDP's mean of two ranks
+        rule.step()
+    for result in run(watch_one, 2):
+        same(result, numbers(network))
+
+
+def unheard(rank: int, size: int) -> dict[str, tuple[str, str, Tensor]]:
+    found = {}
+    data = [part(b, rank, size) for b in batches()]
+    for name in ("outer-product", "exact"):
+        network = DDP(model())
+        rule, criterion = optimizer(network, name)
+        said = []
+        for step, (x, t) in enumerate(data):
+            if step < 2:  # the first one finds no metric yet
+                rule.zero_grad()
+                nn.functional.cross_entropy(network(x), t).backward()
+                said.append(complaint(rule))
+            train(network, rule, [(x, t)], criterion)
+        found[name] = (*said, numbers(network))
+    return found
+
+
+def test_a_loss_that_is_not_the_criterions() -> None:
+    for result in run(unheard, 2):
+        for name, (first, later, parameters) in result.items():
+            assert "saw no loss" in first and "saw no loss" in later
+            same(parameters, alone(name))
+
+
+def empty(rank: int, size: int) -> str:
+    network = DDP(model())
+    rule = qd.Riemannian(network, lr=0.02, loss_reduction="sum")
+    x, t = batches()[0]
+    nn.functional.cross_entropy(network(x[:0]), t[:0], reduction="sum").backward()
+    return complaint(rule)
+
+
+def test_no_samples_on_any_rank() -> None:
+    for message in run(empty, 2):
+        assert "the minibatch is empty" in message
+
+
+def learn_std_alone(network: nn.Module, batch: tuple[Tensor, Tensor]) -> Tensor:
+    """One step of the criterion, with gradients for none of the model's layers."""
+    criterion = qd.LearnedGaussian(3).double()
+    rule = qd.Riemannian(network, criterion, lr=0.02, metric="exact")
+    x, t = batch
+    criterion(network(x).detach(), t).backward()
+    rule.step()
+    return criterion.log_std.detach()
+
+
+def criterion_only(rank: int, size: int) -> Tensor:
+    return learn_std_alone(DDP(model()), regression(rank, size)[0])
+
+
+def test_gradients_of_the_criterion_only() -> None:
+    expected = learn_std_alone(model(), regression(0, 1)[0])
+    assert expected.abs().min() > 0
+    for log_std in run(criterion_only, 2):
+        same(log_std, expected)
+
+
 def step_without_lr(rank: int, size: int) -> Tensor:
     network, criterion = DDP(model()), qd.Categorical()
     rule = qd.Riemannian(network, criterion, metric="exact", step_fraction=1.0)

@@ -152,10 +152,31 @@ def test_all_ranks_skip_together() -> None:
         assert torch.equal(before, after)
 
 
-def message(network: nn.Module) -> str:
+def flags(rank: int, size: int) -> tuple[bool, bool, bool]:
+    network = shard(model())
+    rule, criterion = optimizer(network, "exact")
+    x, t = part(batches()[0], rank, size)
+    loss = criterion(network(x), t)
+    network.set_is_last_backward(False)
+    network[0].set_reshard_after_backward(False)
+    loss.backward()
+    last = network._get_fsdp_state()._state_ctx.is_last_backward
+    rule.close()
+    return isinstance(network[0].weight, DTensor), isinstance(network[2].weight, DTensor), last
+
+
+def test_what_the_user_asked_of_fully_shard_stays() -> None:
+    """The metric's own backward passes reshard nothing; after them the ordinary one does as it was told."""
+    for first_cut, second_cut, last in run(flags, 2):
+        assert second_cut
+        assert not first_cut
+        assert not last
+
+
+def message(network: nn.Module, **options: object) -> str:
     before = [local(p.detach()).clone() for p in network.parameters()]
     with pytest.raises(ValueError) as error:
-        qd.QDOP(network, lr=0.1)
+        qd.QDOP(network, lr=0.1, **options)
     for old, new in zip(before, network.parameters()):
         assert torch.equal(old, local(new.detach()))
     return str(error.value)
@@ -177,6 +198,7 @@ def layouts(rank: int, size: int) -> dict[str, str]:
         layer.weight = nn.Parameter(place(layer.weight.detach(), mesh, placement))
         found[name] = message(layer)
     found["transposed"] = message(fully_shard(nn.ConvTranspose2d(4, 6, 3)))
+    found["safeguard"] = message(shard(model()), safeguard=(0.1, 0.1, 0.1))
     return found
 
 
@@ -192,3 +214,4 @@ def test_layouts_that_do_not_keep_rows_whole() -> None:
         assert "Partial" in found["partial"]
         assert "tensor parallelism" in found["tensor parallel"]
         assert "ConvTranspose2d" in found["transposed"]
+        assert "safeguard= is not for fully_shard" in found["safeguard"]

@@ -131,3 +131,23 @@ def test_in_place_activations(layers, metric: str) -> None:
 
     for one, other in zip(run(True), run(False), strict=True):
         assert one is other is None or torch.equal(one, other)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("activation", [nn.Sigmoid, nn.ReLU])
+@pytest.mark.parametrize("metric", ["exact", "monte-carlo"])
+def test_the_lowest_layer_and_its_activation_inside(
+    activation: type[nn.Module], metric: str
+) -> None:
+    """Its slope is then taken for all vectors at once, from what the checkpoint computes again."""
+    found = []
+    for inside in (False, True):
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Linear(4, 6), activation(), nn.Linear(6, 3)).double()
+        x, t = torch.randn(N, 4, dtype=torch.float64), torch.randint(3, (N,))
+        loss = qd.Categorical()
+        optimizer = qd.Riemannian(model, loss, lr=0.0, metric=metric)
+        lower = partial(checkpoint, model[:2], use_reentrant=False) if inside else model[:2]
+        loss(model[2](lower(x)), t).backward()
+        optimizer.step()
+        found.append(optimizer.moments(model[0]))
+    assert_close(*found)

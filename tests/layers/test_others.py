@@ -75,3 +75,33 @@ def test_a_learned_deviation_is_unaffected_by_the_layers() -> None:
     gradient = loss.log_std.grad.clone()
     optimizer.step()
     torch.testing.assert_close(loss.log_std, before - 0.1 * gradient / (2 + 1e-8))
+
+
+@pytest.mark.parametrize("lr", [None, 0.01])
+def test_a_layer_that_gets_no_samples_at_first(lr: float | None) -> None:
+    """An expert that none of the first minibatch's samples go to."""
+    torch.manual_seed(0)
+    model, loss = nn.ModuleList([nn.Linear(4, 3), nn.Linear(4, 3)]).double(), qd.Categorical()
+
+    class Experts(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.experts = model
+
+        def forward(self, x: Tensor) -> Tensor:
+            second = x[:, 0] > 0
+            y = torch.empty(len(x), 3, dtype=x.dtype)
+            for chosen, expert in zip((~second, second), self.experts, strict=True):
+                y[chosen] = expert(x[chosen])
+            return y
+
+    net = Experts()
+    optimizer = qd.Riemannian(net, loss, lr=lr)
+    for k in range(6):
+        x = torch.randn(60, 4, dtype=torch.float64)
+        x[:, 0] = -x[:, 0].abs() if k == 0 else x[:, 0]
+        optimizer.zero_grad()
+        loss(net(x), (x[:, 1] > 0).long()).backward()
+        optimizer.step()
+    assert all(p.isfinite().all() for p in net.parameters())
+    assert all(m.isfinite().all() for m in optimizer.moments(model[1]) if m is not None)

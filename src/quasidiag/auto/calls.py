@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from torch.nn.utils.rnn import PackedSequence
 
 from quasidiag.auto.reading import Reading
 from quasidiag.layers.composite import Surroundings
@@ -82,6 +83,12 @@ def changed(
         return change(tree)
     if type(tree) in (tuple, list):
         return type(tree)(changed(branch, change, copies) for branch in tree)
+    if (
+        isinstance(tree, tuple)
+        and hasattr(tree, "_fields")
+        and not isinstance(tree, PackedSequence)
+    ):
+        return type(tree)(*(changed(branch, change, copies) for branch in tree))
     if id(tree) in copies or not (isinstance(tree, dict) or names(tree)):
         return copies.get(id(tree), tree)
     new = copy.copy(tree)

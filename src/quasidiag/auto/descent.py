@@ -96,7 +96,10 @@ def _alike(optimizer: Riemannian, report: Report) -> bool:
     """Whether this step moves the same parameters as the last measured one, with the same proportions of their ``lr``."""
     parts, state = _parts(optimizer), optimizer.state
     close = len(parts) == len(report.parts) and all(map(math.isclose, parts, report.parts))
-    return close and all(("update" in state[p]) == (p.grad is not None) for p in optimizer._group)
+    # What is in no layer has no update if its direction was not followed.
+    still = {*optimizer._others} if report.coefficients.get("other") == 0 else set()
+    moving = (p for p in optimizer._group if p not in still)
+    return close and all(("update" in state[p]) == (p.grad is not None) for p in moving)
 
 
 def _same_penalty(optimizer: Riemannian, report: Report) -> bool:
@@ -381,7 +384,9 @@ def _measure(
         whole = factor if left > 1 else factor / max(excess.values())
     if excess:  # still: a trial may have shortened the step of the last round more
         best = [x / max(excess.values()) for x in best]
-    down = (report.slopes[name] > 0 > report.coefficients[name] for name in named)
+    # Directions that are not followed now, because the others do more, are none in the next steps either.
+    followed = [name for name in named if report.coefficients[name]] or [*named]
+    down = (report.slopes[name] > 0 > report.coefficients[name] for name in followed)
     report.steady = all(down) and left == ROUNDS - 1 and not report.doubt
     return dict(zip(named, best))
 

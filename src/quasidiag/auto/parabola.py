@@ -46,8 +46,15 @@ class Parabola(NamedTuple):
 
     @property
     def best(self) -> Array:
-        """The coefficients that minimise it."""
-        return minimiser(self.slopes, self.curved + self.damping)
+        """The coefficients that minimise it; 0 for a direction that would have to be followed uphill."""
+        curved = self.curved + self.damping
+        found = minimiser(self.slopes, curved)
+        down = found * self.slopes <= 0
+        if down.all():
+            return found
+        best = np.zeros_like(found)
+        best[down] = minimiser(self.slopes[down], curved[np.ix_(down, down)])
+        return best
 
     @property
     def step(self) -> Array:

@@ -24,6 +24,7 @@ from quasidiag.auto.parabola import Array, Parabola, minimiser
 from quasidiag.auto.penalty import Penalty
 from quasidiag.auto.replay import Batch, Replay
 from quasidiag.auto.report import STEPS, WARM_UP, Report
+from quasidiag.callers import outside
 from quasidiag.outputs import OutputModel
 
 #: Weight of the old average of the quadratic forms when a new measurement, of a share of a minibatch, enters. Until the
@@ -120,7 +121,7 @@ class QuadraticModel:
                 "no layer moves in this step: a direction is not finite, or not in the metric. Are inputs or targets "
                 "extremely large or small?",
                 RuntimeWarning,
-                stacklevel=2,
+                stacklevel=outside(),
             )
         fisher = self._averaged(names, fisher, metric.diagonal()) + decaying
         part = self._possible(linear, slopes, fisher, float(room), float(size))
@@ -263,8 +264,12 @@ class QuadraticModel:
             self.report.steady = False
             return [0.0] * len(slopes)
         before, length = self.report.slopes, self.report.coefficients
-        parts = [min(max(slope / before[name], 0.0), 1.0) for name, slope in zip(named, slopes)]
-        return [part * length[name] * factor * largest[name] for name, part in zip(named, parts)]
+        return [
+            min(max(slope / before[name], 0.0), 1.0) * length[name] * factor * largest[name]
+            if length[name]
+            else 0.0
+            for name, slope in zip(named, slopes)
+        ]
 
     def _fisher(self, directions: Sequence[Direction]) -> tuple[Tensor, Tensor]:
         r"""The products :math:`u^⊤ F v` of all pairs of directions, and the criterion's slope along each."""

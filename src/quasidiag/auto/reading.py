@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
 import torch
@@ -14,7 +14,8 @@ class Reading(NamedTuple):
 
     For a view, ``strides`` has its strides and its offset in the memory of that output, whose own strides are ``layout``:
     in a replay another kernel may lay the output out differently. For a copy ``strides`` is ``None``: it has the output's
-    elements in the same order, or, with ``channels_last``, after the second dimension was moved to the end.
+    elements in the same order, or, with ``channels_last``, after the second dimension was moved to the end. It may be a copy
+    of a slice, (dimension, start, length), such as all positions of a sequence but the last.
     """
 
     number: int
@@ -22,6 +23,7 @@ class Reading(NamedTuple):
     strides: tuple[tuple[int, ...], int] | None
     layout: tuple[int, ...] = ()
     channels_last: bool = False
+    slice: tuple[int, int, int] | None = None
 
     @staticmethod
     def find(
@@ -43,6 +45,11 @@ class Reading(NamedTuple):
                 fits = y.numel() == output.numel() and y.dim() > 2 * channels_last
                 if fits and torch.equal(copy.of(candidates).to(output.dtype), output):
                     return copy
+        for number, y in numbered:
+            for part in _slices(y.shape, output.numel()):
+                copy = Reading(number, output.shape, None, slice=part)
+                if torch.equal(copy.of(candidates).to(output.dtype), output):
+                    return copy
         return None
 
     def of(self, outputs: Sequence[Tensor], share: float = 1.0) -> Tensor:
@@ -56,4 +63,14 @@ class Reading(NamedTuple):
                 y = room.copy_(y)
             return y.as_strided((rows, *self.shape[1:]), strides, y.storage_offset() + offset)
         y = y.movedim(1, -1) if self.channels_last else y
+        y = y if self.slice is None else y.narrow(*self.slice)
         return y.reshape(rows, *self.shape[1:])
+
+
+def _slices(shape: Size, numbers: int) -> Iterator[tuple[int, int, int]]:
+    """Slices of so many numbers at the start or the end of a dimension, not of the samples: (dimension, start, length)."""
+    for dimension, size in enumerate(shape[1:], 1):
+        length, rest = divmod(numbers * size, max(1, shape.numel()))
+        if not rest and 0 < length < size:
+            yield dimension, 0, length
+            yield dimension, size - length, length

@@ -299,23 +299,26 @@ class Replay:
         finally:
             for module in training:
                 module.training = True
-        tolerance = self._tolerance(batch) * float(expected.abs().amax())
-        return torch.allclose(some, expected, rtol=0.0, atol=tolerance, equal_nan=True)
+        return bool(self._equal(batch, some, expected))
 
     def alike(self, batch: Batch, output: Tensor, share: float) -> Tensor:
         """Whether the output of a share is that of the training pass: not if other dropout masks were drawn for it, say."""
         part = self._part(batch, share)
         before = batch.output if part is None else part.rows(batch.output)
-        if not before.numel():
-            return torch.ones((), dtype=torch.bool, device=before.device)
-        difference = (output - before).abs().amax()
-        return difference <= self._tolerance(batch) * before.abs().amax()
+        return self._equal(batch, output, before)
 
-    def _tolerance(self, batch: Batch) -> float:
-        """Relative difference of outputs up to which they differ by rounding alone."""
+    def _equal(self, batch: Batch, output: Tensor, other: Tensor) -> Tensor:
+        """Whether outputs differ by rounding alone; what is not finite (a class that is ruled out) must be so in both."""
+        if not other.numel():
+            return torch.ones((), dtype=torch.bool, device=other.device)
         around = batch.call.around
         rough = around.dtype if around.autocast else batch.output.dtype
-        return math.sqrt(torch.finfo(rough).eps)
+        finite = other.isfinite()
+        known, found = torch.where(finite, other, 0.0), torch.where(finite, output, 0.0)
+        close = (found - known).abs().amax() <= math.sqrt(
+            torch.finfo(rough).eps
+        ) * known.abs().amax()
+        return close & (finite == output.isfinite()).all()
 
     def terms(self, batch: Batch, share: float = 1.0) -> int:
         """How many terms the loss of a share of a minibatch is the mean of."""

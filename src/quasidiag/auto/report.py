@@ -54,8 +54,9 @@ class Report:
         bounces: Number of times that the bounce was measured.
         longer: Logarithm of the factor by which steps may be longer because the bounce is small.
         length: Squared length :math:`δ^⊤ M δ` of the last measured step in the metric; 0 after steps were undone.
-        curvature: Curvature :math:`δ^⊤ F δ / δ^⊤ M δ` of the loss along the last measured step.
-        usual: Average of these curvatures, to which the bounds of the damping are relative.
+        curvature: Curvature :math:`δ^⊤ F δ / δ^⊤ M δ` of the loss along the last measured step, weight decay included; more
+            where the loss's least value or a trial made the step shorter.
+        usual: Average of the curvatures as measured, outliers cut, to which the bounds of the damping are relative.
         steps: Number of steps taken so far; a call of ``step()`` that only undoes others is none.
         retreats: Number of times that steps were undone.
         factor: What the last step was multiplied by: the largest ``lr``, less at first and for small minibatches, more where

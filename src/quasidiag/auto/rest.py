@@ -106,8 +106,10 @@ def lead_(optimizer: Riemannian) -> None:
     same = _led_(found)
     for p, state in found.items():
         state["ahead"] = True
-        if not same[p]:
+        if not same[p]:  # the user has put it there, and a retreat leads back no further
             state.pop("mark", None)
+            if "update" in state:
+                state["update"].zero_()
         if not optimizer.averaged:  # the state is from an optimizer that averages
             forget_(state)
 

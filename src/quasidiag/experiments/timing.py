@@ -142,7 +142,11 @@ def measure_and_write(root: str, device: str, scale: str, data_dir: str | None) 
         for row in measured["rows"]
     ]
     headers = ("algorithm", "seconds an epoch", "ratio to SGD", "10-90 %", "paper's ratio")
-    table(headers, rows, f"timing (Table 1) on {measured['device_name']}, batch {BATCH}")
+    table(
+        headers,
+        rows,
+        f"timing (Table 1) on {measured['device_name']}, batch {measured['batch_size']}",
+    )
     return measured
 
 

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from quasidiag.kernels.rule import Rule
-from quasidiag.moments import Moments
+from quasidiag.moments import PLAIN, Moments
 
 _HALVES = (torch.float16, torch.bfloat16)
 
@@ -32,7 +32,7 @@ def usable(*tensors: Tensor | None, dtypes: tuple[torch.dtype, ...] = (torch.flo
     """Whether the kernels can read and write these tensors."""
     for t in tensors:
         if t is not None and not (
-            type(t) in (Tensor, torch.nn.Parameter)
+            type(t) in PLAIN
             and t.dtype in dtypes
             and (t.is_cuda or interpreted())
             and t.is_contiguous()

@@ -15,6 +15,7 @@ import hashlib
 import math
 import os
 import platform
+import shlex
 import shutil
 import subprocess
 import tempfile
@@ -141,7 +142,11 @@ def _build(compiler: str) -> Path:
                 ["-shared", *objects, runtime, "-lm", "-o", name],
             ):
                 subprocess.run(
-                    [compiler, *command], check=True, capture_output=True, timeout=60, cwd=scratch
+                    [*shlex.split(compiler), *command],
+                    check=True,
+                    capture_output=True,
+                    timeout=60,
+                    cwd=scratch,
                 )
             built.replace(target)  # atomic: another process sees all of it or nothing
     return target

@@ -116,6 +116,18 @@ def adapter_of(module: nn.Module) -> Adapter | None:
     return next((_registry[kind] for kind in type(module).__mro__ if kind in _registry), None)
 
 
+def known_adapter(module: nn.Module) -> Adapter:
+    """The adapter of a module that is known to have one."""
+    adapter = adapter_of(module)
+    assert adapter is not None
+    return adapter
+
+
+def in_dtype_of(delta: Tensor, a: Tensor) -> Tensor:
+    """Activities in the dtype of the derivatives; class numbers as they are."""
+    return a.to(delta.dtype) if a.is_floating_point() else a
+
+
 def need_batch(module: nn.Module, a: Tensor, dims: int) -> Tensor:
     """Return ``a``, or raise if it has fewer than ``dims`` dimensions, the batch dimension included."""
     if a.dim() < dims:

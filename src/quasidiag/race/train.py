@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Iterator
-from functools import lru_cache, partial
+from functools import lru_cache
 from typing import Any
 
 import numpy as np
@@ -163,7 +163,4 @@ def looked_at(step: int) -> bool:
 
 def work(config: dict[str, Any], settings: pool.Settings) -> pool.Outcome:
     """Do one run of the race, in a worker."""
-    return _work(config, settings)
-
-
-_work = partial(pool.work, read=RaceConfig.from_dict, make=RaceTrainer)
+    return pool.work(config, settings, read=RaceConfig.from_dict, make=RaceTrainer)
