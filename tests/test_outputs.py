@@ -271,6 +271,11 @@ class TestLabelSmoothing:
             vectors = [[*cotangents(metric, c, y, t, 1, next(seeds))] for c in (model, plain)]
             torch.testing.assert_close(*vectors)
 
+    def test_probabilities_are_no_classes(self) -> None:
+        y = torch.randn(4, 3)
+        with pytest.raises(TypeError, match=r"argmax"):
+            qd.Categorical()(y, y.softmax(-1))
+
     @pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
     @pytest.mark.parametrize("samples", [1, 3])
     def test_large_outputs_are_drawn_in_parts(

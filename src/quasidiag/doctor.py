@@ -18,6 +18,7 @@ import warnings
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from types import SimpleNamespace
 from typing import Any
 
 from torch import nn
@@ -140,14 +141,14 @@ def _named(path: str, name: str, place: str) -> Any:
         if not os.path.exists(path):
             raise UsageError(f"there is no file {path}")
         name = name or "model"
-        names = runpy.run_path(path, run_name="quasidiag.doctor.script")
+        names: Any = SimpleNamespace(**runpy.run_path(path, run_name="quasidiag.doctor.script"))
     elif name:
-        names = vars(importlib.import_module(path))
+        names = importlib.import_module(path)
     else:
         raise UsageError(f"expected package.module:name or FILE.py, not {place!r}")
-    if name not in names:
+    if not hasattr(names, name):  # a package may make its names only when they are asked for
         raise UsageError(f"{path} defines no {name!r}")
-    return names[name]
+    return getattr(names, name)
 
 
 def _made(model: Any, place: str) -> nn.Module:

@@ -145,6 +145,11 @@ class Categorical(OutputModel):
             raise ValueError(
                 f"Categorical wants logits [..., classes], not shape {tuple(output.shape)}"
             )
+        if target.shape == output.shape and target.is_floating_point():
+            raise TypeError(
+                "Categorical wants class numbers as target, not probabilities: target.argmax(-1), or for a mixture of two "
+                "classes the sum of two calls, each with its weight"
+            )
         if target.dtype != torch.int64:
             raise TypeError(
                 f"Categorical wants class numbers (int64) as target, not {target.dtype}: target.long()"

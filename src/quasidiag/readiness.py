@@ -170,9 +170,11 @@ def warn_of_others(others: Collection[Tensor], model: nn.Module) -> None:
         if p in left
     ]
     if found:
+        every = sum(p.numel() for p in model.parameters())
+        part = sum(p.numel() for p in left) / max(1, every)
         more = f" and {len(found) - NAMED} more" if len(found) > NAMED else ""
         warnings.warn(
-            f"no block structure is known for {', '.join(found[:NAMED])}{more}: what is in no known layer follows the "
-            "diagonal rule of qd.AdaGrad. qd.register_layer teaches quasidiag a new layer.",
+            f"no block structure is known for {', '.join(found[:NAMED])}{more} ({part:.1%} of all numbers): what is in no "
+            "known layer follows the diagonal rule of qd.AdaGrad. qd.register_layer teaches quasidiag a new layer.",
             stacklevel=outside(),
         )
