@@ -64,7 +64,7 @@ class DiagonalBlock:
         #: The parameter whose state counts the updates, and whose param group sets gamma and eps.
         self.home = self.parameters[-1]
         #: Turns a sum over this rank's units into one over all ranks' units (:mod:`quasidiag.sharding`).
-        self.add_up: Callable[[Tensor], Tensor] = _as_is
+        self.add_up: Callable[[Tensor], Tensor] = torch.positive
 
     def start(self, state: State, a: Tensor, dtype: torch.dtype, identity: bool) -> None:
         """Create the metric in ``state``: zeros, or the identity matrix if ``identity``."""
@@ -477,10 +477,6 @@ def _safeguarded(
     bounds: tuple[float, float, float] | None, m00: Tensor, m0i: Tensor, mii: Tensor
 ) -> tuple[Tensor, Tensor]:
     return (m00, mii) if bounds is None else reductions.safeguarded(m00, m0i, mii, *bounds)
-
-
-def _as_is(x: Tensor) -> Tensor:
-    return x
 
 
 def _weights(w: Tensor, gain: float | Tensor, dtype: torch.dtype) -> tuple[Tensor, float]:

@@ -1,6 +1,15 @@
 """Adapters for the layers that quasidiag knows, one kind of layer in each file. See :mod:`quasidiag.layers.base`."""
 
-from quasidiag.layers import attention, bilinear, conv, embedding, linear, norm, recurrent
+from quasidiag.layers import (
+    attention,
+    bilinear,
+    conv,
+    embedding,
+    linear,
+    norm,
+    recurrent,
+    transposed,
+)
 from quasidiag.layers.base import Adapter, adapter_of, register_layer
 from quasidiag.layers.composite import Composite
 
@@ -16,4 +25,5 @@ __all__ = [
     "norm",
     "recurrent",
     "register_layer",
+    "transposed",
 ]

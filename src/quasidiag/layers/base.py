@@ -97,11 +97,14 @@ class Adapter:
             into.mii.mul_(keep).add_(self.weight_grad(module, self.square(a), w), alpha=gain)
 
 
-_registry: dict[type[nn.Module], Adapter] = {}
+_registry: dict[type[nn.Module] | str, Adapter] = {}
 
 
-def register_layer(*kinds: type[nn.Module]) -> Callable[[type[Adapter]], type[Adapter]]:
-    """Class decorator: use this :class:`Adapter` for the module classes ``kinds`` and their subclasses."""
+def register_layer(*kinds: type[nn.Module] | str) -> Callable[[type[Adapter]], type[Adapter]]:
+    """Class decorator: use this :class:`Adapter` for the module classes ``kinds`` and their subclasses.
+
+    A class of a package that need not be installed is given by its full name, ``"package.module.Class"``.
+    """
 
     def register(adapter: type[Adapter]) -> type[Adapter]:
         for kind in kinds:
@@ -113,7 +116,11 @@ def register_layer(*kinds: type[nn.Module]) -> Callable[[type[Adapter]], type[Ad
 
 def adapter_of(module: nn.Module) -> Adapter | None:
     """The adapter registered for the module's class or the nearest of its bases, if any."""
-    return next((_registry[kind] for kind in type(module).__mro__ if kind in _registry), None)
+    for kind in type(module).__mro__:
+        found = _registry.get(kind) or _registry.get(f"{kind.__module__}.{kind.__qualname__}")
+        if found is not None:
+            return found
+    return None
 
 
 def known_adapter(module: nn.Module) -> Adapter:
