@@ -58,13 +58,13 @@ def cotangents(
     def drawn(output: Tensor, counted: Tensor | None) -> Tensor:
         full = _full(output)
         vector = criterion.score(full, criterion.sample(full, generator))
-        return brought(vector if samples == 1 else vector.div_(samples**0.5), counted)
+        return brought(vector if samples == 1 else vector / samples**0.5, counted)
 
     if metric == "exact":
         full = _full(output)
-        signs = _signs(full, generator) if criterion.classes(output) > 1 else 1.0
+        signs = _signs(full, generator) if criterion.classes(output) > 1 else None
         for vector in criterion.each_vector(full):
-            yield brought(vector * signs)
+            yield brought(vector if signs is None else vector * signs)
     elif metric == "monte-carlo":
         for _ in range(samples):
             yield _in_parts(drawn, output, counted)
