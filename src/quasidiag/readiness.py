@@ -77,8 +77,7 @@ def nothing_counts(optimizer: Riemannian) -> bool:
     """Whether ``step="auto"`` was given losses without a term; several ranks only see that where the metric is due."""
     if optimizer._model is None or optimizer._exchange is not None:
         return False
-    replay = optimizer._model.replay
-    return replay.samples() > 0 and not replay.size()
+    return optimizer._model.replay.void
 
 
 def not_finite(optimizer: Riemannian, gradients: Gradients) -> bool | Tensor:

@@ -398,6 +398,12 @@ class Replay:
         """How many samples the minibatches of this step have."""
         return sum(len(batch.target) for batch in self._used)
 
+    @property
+    def void(self) -> bool:
+        """Whether there are losses, none of which has a term: they are nan then, and terms are only counted then."""
+        losses = [batch.loss for batch in self._used]
+        return bool(losses) and all(bool(x.isnan()) for x in losses) and not self.size()
+
     def size(self) -> int:
         """The number of terms in the losses of this step; of several losses on one call, the one with the most counts."""
         most: dict[Call, int] = {}
