@@ -16,7 +16,8 @@ ROWS = re.findall(r"^\| `(\w+)\.(\w+)` \| `(.+?)` \|", PAGE.read_text("utf-8"), 
 
 def place(module: str) -> str:
     """Where a module of the table is."""
-    return f"quasidiag.{module}" if module == "defaults" else f"quasidiag.auto.{module}"
+    above = module in ("defaults", "strata")
+    return f"quasidiag.{module}" if above else f"quasidiag.auto.{module}"
 
 
 def constants(module: str) -> set[str]:

@@ -24,6 +24,7 @@ from quasidiag.outputs import OutputModel
 from quasidiag.probe import Deltas, Hook, Loan, Outside, Probe, Seen, Use, reaches
 from quasidiag.sharding import unsharded
 from quasidiag.sharing import Samples, reduced
+from quasidiag.strata import FEW, Part, Strata
 from quasidiag.units import Units
 
 if TYPE_CHECKING:
@@ -68,7 +69,8 @@ class Collector:
         criterion: the output model, or ``None`` for the outer product metric of any loss.
         metric: one of ``metrics.METRICS``.
         samples: draws per sample, for the Monte Carlo metric.
-        fraction: the share of each minibatch that enters the metric.
+        fraction: the share of each minibatch that enters the metric; ``None`` for as many samples as matter
+            (:mod:`quasidiag.strata`), which single draws tell, and else for all.
         loss_reduction: without a criterion, whether the loss is a ``"mean"`` or a ``"sum"`` over the batch.
         loss_scale: without a criterion, the factor that the loss is multiplied by before its backward pass.
         seed: the seed of the generator that draws the Monte Carlo targets.
@@ -82,7 +84,7 @@ class Collector:
         criterion: OutputModel | None,
         metric: str,
         samples: int = 1,
-        fraction: float = 1.0,
+        fraction: float | None = 1.0,
         loss_reduction: str = "mean",
         loss_scale: LossScale = 1.0,
         seed: int = 0,
@@ -90,7 +92,10 @@ class Collector:
         before_pass: Callable[[], None] | None = None,
     ) -> None:
         self.criterion, self.metric, self.samples = criterion, metric, samples
-        self.fraction, self.loss_reduction, self.loss_scale = fraction, loss_reduction, loss_scale
+        self.fraction = 1.0 if fraction is None else fraction
+        self.loss_reduction, self.loss_scale = loss_reduction, loss_scale
+        #: Whether samples are chosen by how much they matter.
+        self.chooses = fraction is None and metric == "monte-carlo" and samples == 1
         self.seed, self.sharing, self.before_pass = seed, sharing, before_pass
         self.generator: Generator | None = None
         #: The records of the last backward pass; those of earlier ones since the step are in :mod:`quasidiag.sums`.
@@ -314,12 +319,14 @@ class Collector:
         above = activations(output, uses) if many else {}
         ones: dict[Use, list[Tensor]] = {}
 
+        part: Part | None = None
+
         def take(use: Use, deltas: Deltas) -> None:
             sums = found.setdefault(use, {})
             if use in above:  # the input to its activation's node, which then returns the slope
                 ones[use] = [d.new_ones(()).expand_as(d) for d in deltas if d is not None]
             for whole in use.calls(deltas):
-                call, by = self._share(use.seen, whole, scale)
+                call, by = self._share(use.seen, _some(whole, part), scale)
                 if self.sharing == "exact":
                     self._hold(call, by)
                     continue
@@ -335,6 +342,7 @@ class Collector:
         vectors = cotangents(self.metric, criterion, output, target, self.samples, generator, boost)
         with unsharded(self.probe.model), Asking(output, uses, take, above) as asking:
             for vector in vectors:
+                part = self._chosen(vector, uses[0].seen.batch)
                 asking.backpropagate(vector)
                 self._sum_up()
         for use, node in above.items():
@@ -345,6 +353,19 @@ class Collector:
                     _, w = found[use][call.module]
                     kernels.weaken_(w, call.delta[: len(w)])
         return {use: [(m, *aw) for m, aw in sums.items()] for use, sums in found.items()}
+
+    def _chosen(self, vector: Tensor, samples: int) -> Part | None:
+        """The samples that enter the metric, by how much each matters; ``None`` for all."""
+        if (
+            not self.chooses
+            or self.sharing != "expand"
+            or samples < 2 * FEW
+            or len(vector) % samples
+        ):
+            return None
+        full = vector.to(torch.promote_types(vector.dtype, torch.float32))
+        strata = Strata(full.reshape(samples, -1))
+        return None if strata.enough == samples else strata.part(strata.enough)
 
     def _boost(self, output: Tensor) -> Tensor | None:
         """A factor that makes vectors in float16 as large as the gradient, which a gradient scaler keeps in range."""
@@ -405,3 +426,14 @@ class Collector:
         for handle in self._handles:
             handle.remove()
         self._handles.clear()
+
+
+def _some(call: Call, part: Part | None) -> Call:
+    """The part of a call's samples that stands for all of them.
+
+    Lookup tables use all samples, and so do layers whose first dimension is not the samples.
+    """
+    if part is None or isinstance(call.module, nn.Embedding) or len(call.a) % part.samples:
+        return call
+    delta = part.rows(call.delta)
+    return Call(call.module, part.rows(call.a), delta * part.weights(delta).sqrt())

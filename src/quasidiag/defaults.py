@@ -18,6 +18,7 @@ class Defaults(NamedTuple):
     eps: float
     metric_start: str | int
     metric_every: int
+    metric_fraction: float | None
     step_every: int
     safeguard: tuple[float, float, float] | None
 
@@ -40,6 +41,7 @@ DEFAULTS = {
         eps=1e-8,
         metric_start="first",
         metric_every=1,
+        metric_fraction=1.0,
         step_every=1,
         safeguard=None,
     ),
@@ -52,6 +54,7 @@ DEFAULTS = {
         eps=0.0,
         metric_start=1_000_000,
         metric_every=8,
+        metric_fraction=None,
         step_every=6,
         safeguard=SAFEGUARD,
     ),

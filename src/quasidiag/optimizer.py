@@ -73,9 +73,9 @@ class Riemannian(Saved):
         sharing: how a layer that is applied at several positions of a sample enters the metric (:mod:`quasidiag.sharing`):
             ``"expand"`` counts each position as one more occurrence, ``"exact"`` takes the gradient of the whole sample,
             ``"reduce"`` one position with the average activity.
-        metric_fraction: the share of each minibatch that enters the metric; lookup tables always use all of it.
-        step_fraction: the share of each minibatch on which ``step="auto"`` measures its quadratic model, but at least 128
-            terms of the loss; by default a half, and at most 2,048 terms.
+        metric_fraction: the share of each minibatch that enters the metric (all of it in lookup tables): 1, or with
+            ``step="auto"`` as many samples as matter (:mod:`quasidiag.strata`).
+        step_fraction: the share on which ``step="auto"`` measures its quadratic model (:mod:`quasidiag.auto.quadratic`).
         step_every: ``step="auto"`` measures its quadratic model every this many steps, by default 6.
         orthogonal: whether ``step="auto"`` gives all directions of a layer's gradient the same strength
             (:mod:`quasidiag.auto.orthogonal`), the default, or follows the Riemannian gradient itself. ``eps`` and
@@ -122,7 +122,7 @@ class Riemannian(Saved):
         params: Any = None,
         metric_start: str | int | None = None,
         metric_every: int | None = None,
-        metric_fraction: float = 1.0,
+        metric_fraction: float | None = None,
         step_fraction: float | None = None,
         step_every: int | None = None,
         orthogonal: bool | None = None,
@@ -148,6 +148,7 @@ class Riemannian(Saved):
             eps=eps,
             metric_start=metric_start,
             metric_every=metric_every,
+            metric_fraction=metric_fraction,
             step_every=step_every,
         )
         validate.options(
@@ -156,7 +157,6 @@ class Riemannian(Saved):
             loss_reduction=loss_reduction,
             nonfinite=nonfinite,
             samples=samples,
-            metric_fraction=metric_fraction,
             step_fraction=step_fraction,
             **chosen._asdict(),
         )
@@ -175,7 +175,7 @@ class Riemannian(Saved):
         self.orthogonal, self.averaged = chosen.orthogonal, chosen.averaged
         self.metric_every, self.step_every = chosen.metric_every, chosen.step_every
         self.model, self.criterion, self.reduction = model, criterion, reduction
-        self.metric_fraction, self.step_fraction = metric_fraction, step_fraction
+        self.metric_fraction, self.step_fraction = chosen.metric_fraction, step_fraction
         self.samples, self.seed, self.sharing, self.foreach = samples, seed, sharing, foreach
         self.loss_reduction, self.loss_scale = loss_reduction, loss_scale
         self.nonfinite, self.capturable, self.process_group = nonfinite, capturable, process_group

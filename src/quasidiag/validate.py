@@ -73,14 +73,14 @@ def options(**given: Any) -> None:
         one_of("metric_start", given["metric_start"], ("first", "identity"))
     else:
         whole("metric_start", given["metric_start"])
-    fraction("metric_fraction", given["metric_fraction"])
-    if given["step_fraction"] is not None:
-        fraction("step_fraction", given["step_fraction"])
+    for name in ("metric_fraction", "step_fraction"):
+        if given[name] is not None:
+            fraction(name, given[name])
     if given["metric"] == "backpropagated" and given["sharing"] != "expand":
         raise ValueError(
             "the backpropagated metric has no derivatives to sum: it needs sharing='expand'"
         )
-    if given["metric"] == "backpropagated" and given["metric_fraction"] < 1:
+    if given["metric"] == "backpropagated" and (given["metric_fraction"] or 1) < 1:
         raise ValueError("the backpropagated metric takes the whole minibatch: use metric_every")
 
 

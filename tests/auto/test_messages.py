@@ -84,7 +84,7 @@ def test_what_a_model_is_given_and_returns(kind: str) -> None:
     entry = replay.weighted()[0][1]
     output, target, _ = replay.tangents(entry, [{p: p.detach() for p in model.parameters()}], 0.5)
     torch.testing.assert_close(output, logits.detach()[::2])
-    assert replay.divisible and torch.equal(target, t[::2])
+    assert replay.division.divisible and torch.equal(target, t[::2])
     x.add_(1.0)
     with pytest.raises(RuntimeError, match="changed in place"):
         replay.check()

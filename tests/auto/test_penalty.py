@@ -204,7 +204,9 @@ def test_a_decay_that_hardly_counts_changes_little_below_a_layer_that_starts_at_
             for p in linear_layers(model)[-1].parameters():
                 p.zero_()
         criterion = qd.Gaussian().double()
-        optimizer = qd.Riemannian(model, criterion, weight_decay=decay, **options)
+        optimizer = qd.Riemannian(
+            model, criterion, weight_decay=decay, step_fraction=1.0, **options
+        )
         for _ in range(60):
             step(optimizer, x, t)
         return objective(optimizer, x, t, decay)

@@ -108,7 +108,7 @@ def test_tangents_are_those_of_torch_func(name: str) -> None:
     random = torch.get_rng_state()
     output, target, moved = replay.tangents(replay.weighted()[0][1], along, 1.0)
     assert torch.equal(torch.get_rng_state(), random)
-    assert replay.mode == mode
+    assert replay.rerun.mode == mode
     assert torch.equal(target, t)
     names = {p: n for n, p in model.named_parameters()}
     buffers = dict(model.named_buffers())
@@ -140,7 +140,7 @@ def test_fused_kernels_without_forward_mode_give_way_to_plain_ones(name: str) ->
     x, t = batch("categorical", 12, 4, 3)
     replay = replayed(model, x.float(), t)
     output, _, moved = replay.tangents(replay.weighted()[0][1], directions(model), 1.0)
-    assert replay.mode == "plain"
+    assert replay.rerun.mode == "plain"
     exact_model = copy.deepcopy(model).double()
     exact = replayed(exact_model, x, t)
     along = [
@@ -158,7 +158,7 @@ def test_differences_equal_forward_mode() -> None:
     replay = replayed(model, x, t)
     entry = replay.weighted()[0][1]
     exact = replay.tangents(entry, directions(model), 1.0)
-    replay.mode = "differences"
+    replay.rerun.mode = "differences"
     rough = replay.tangents(entry, directions(model), 1.0)
     torch.testing.assert_close(rough[0], exact[0])
     torch.testing.assert_close(rough[2], exact[2], rtol=1e-6, atol=1e-8)
@@ -237,7 +237,7 @@ def test_a_device_without_memory_is_not_a_model_that_cannot_be_divided(known: bo
     entry = replay.weighted()[0][1]
     if known:
         replay.values(entry, {}, 0.5)
-        assert replay.divisible
+        assert replay.division.divisible
 
     def full(*_: Any) -> None:
         raise torch.cuda.OutOfMemoryError("CUDA out of memory")
@@ -246,7 +246,7 @@ def test_a_device_without_memory_is_not_a_model_that_cannot_be_divided(known: bo
     with pytest.raises(torch.cuda.OutOfMemoryError):
         replay.values(entry, {}, 0.5)
     handle.remove()
-    assert model.training and replay.divisible is (True if known else None)
+    assert model.training and replay.division.divisible is (True if known else None)
 
 
 def test_a_copy_that_was_judged_may_be_written_to_before_the_step() -> None:
@@ -412,7 +412,7 @@ def test_the_criterions_output_is_found_in_the_models(name: str, share: float) -
     replay.check()
     entry = replay.weighted()[0][1]
     output, target, moved = replay.tangents(entry, directions(model), share)
-    assert share == 1.0 or replay.divisible
+    assert share == 1.0 or replay.division.divisible
 
     def rows(x: Tensor) -> Tensor:
         return x.unflatten(0, (12, -1))[:: round(1 / share)].flatten(0, 1)
@@ -466,9 +466,9 @@ def test_an_output_that_another_kernel_lays_out_otherwise(view: bool, share: flo
     entry = replay.weighted()[0][1]
     given = directions(model)
     output, _, moved = replay.tangents(entry, given, share)
-    assert replay.mode == "plain"
+    assert replay.rerun.mode == "plain"
     picked = torch.arange(round(12 * share)) * 12 // round(12 * share)
     torch.testing.assert_close(output, y.detach()[picked])
-    replay.mode = "differences"
+    replay.rerun.mode = "differences"
     _, _, expected = replay.tangents(entry, given, share)
     torch.testing.assert_close(moved, expected, rtol=1e-5, atol=1e-6)

@@ -61,7 +61,7 @@ def test_what_ours_is_made_with(data_dir):
     share = tasks.find("eeg").config("share-0.1", OURS, 1.0, scale="smoke")
     assert RaceTrainer(share, data_dir).optimizer.metric_fraction == 0.1
     optimizer = RaceTrainer(config, data_dir).optimizer
-    assert optimizer.metric_fraction == 1.0
+    assert optimizer.metric_fraction is None
     assert isinstance(optimizer, qd.Riemannian)
     assert optimizer.auto is not None
     assert [group["lr"] for group in optimizer.param_groups] == [1.0]

@@ -1,21 +1,20 @@
-"""One call of the model, its arguments and its outputs, recorded so that it can be run again."""
+"""One call of the model, and the criterion's call on its output, recorded so that they can be run again."""
 
 from __future__ import annotations
 
 import copy
-import math
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from types import MappingProxyType
-from typing import Any, NamedTuple
+from typing import Any
 
-import torch
 from torch import Tensor
 from torch.nn.utils.rnn import PackedSequence
 
 from quasidiag.auto.reading import Reading
 from quasidiag.layers.composite import Surroundings
 from quasidiag.probe import names, tensors
+from quasidiag.strata import Part, Strata
 
 
 @dataclass(eq=False)
@@ -35,41 +34,51 @@ class Call:
         """How the tensor that a criterion was called on follows from the outputs of this call; ``None`` if it does not."""
         return Reading.find(output, self.outputs, self.versions)
 
-    def part(self, share: float) -> Part | None:
-        """The samples that make up ``share``; ``None`` for all of them, or if the arguments' first dimensions differ."""
-        if share == 1:
-            return None
+    @property
+    def samples(self) -> int:
+        """The number of samples, by the first dimension of the arguments; 0 if it is not the same for all of them."""
         lengths = {len(x) for x in tensors(self.arguments) if x.dim()}
-        if len(lengths) != 1:
-            return None
-        samples = lengths.pop()
-        kept = max(1, math.ceil(share * samples))
-        return Part(kept, samples) if kept < samples else None
+        return lengths.pop() if len(lengths) == 1 else 0
+
+    def given(self, part: Part | None) -> tuple[Any, Any]:
+        """The arguments for a part of the samples, or for all."""
+        if part is None:
+            return self.arguments
+        return changed(
+            self.arguments, lambda x: part.rows(x) if x.dim() and len(x) == part.samples else x
+        )
 
 
-class Part(NamedTuple):
-    """``kept`` of the ``samples``, at even distances because the samples may be sorted."""
+@dataclass(eq=False)
+class Batch:
+    """A call of the model and the criterion's call on its output.
 
-    kept: int
-    samples: int
+    ``weight`` is the factor of this loss in what was backpropagated, ``None`` before. ``values`` has the losses in
+    float64 that were computed so far, by the part of the samples (``None`` for all); ``parts`` has the parts that were
+    chosen so far, by how many samples they have, and ``strata`` what they are chosen from, once it is known.
+    """
+
+    call: Call
+    reading: Reading | None
+    output: Tensor
+    target: Tensor
+    version: list[int]
+    loss: Tensor
+    weight: Tensor | None = None
+    values: dict[Part | None, Tensor] = field(default_factory=dict)
+    parts: dict[int, Part] = field(default_factory=dict)
+    strata: Strata | None = None
 
     @property
-    def share(self) -> float:
-        """The share that these are, in whole samples: at least the one that was asked for."""
-        return self.kept / self.samples
+    def intact(self) -> bool:
+        """Whether arguments, outputs and target have not been written to since the forward pass."""
+        arguments = versions(self.call.arguments) == self.call.entered
+        outputs = [x._version for x in self.call.outputs] == self.call.versions
+        return arguments and outputs and versions(self.target) == self.version
 
-    def of(self, tree: Any) -> Any:
-        """The arguments ``tree``, with this part of each tensor whose first dimension is the samples."""
-        return changed(tree, lambda x: self.rows(x) if x.dim() and len(x) == self.samples else x)
-
-    def rows(self, x: Tensor) -> Tensor:
-        """This part of the rows of ``x``, which has the same number of rows for every sample."""
-        of_each = x.unflatten(0, (self.samples, -1))
-        step, rest = divmod(self.samples, self.kept)
-        if rest:
-            picked = torch.arange(self.kept, device=x.device) * self.samples // self.kept
-            return of_each[picked].flatten(0, 1)
-        return of_each[::step].contiguous().flatten(0, 1)  # models may need that, or write into it
+    def targets(self, part: Part | None) -> Tensor:
+        """The targets of a part of the samples, or of all."""
+        return self.target if part is None else part.rows(self.target)
 
 
 def changed(

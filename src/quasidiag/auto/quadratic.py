@@ -26,15 +26,18 @@ from quasidiag.auto.replay import Batch, Replay
 from quasidiag.auto.report import STEPS, WARM_UP, Report
 from quasidiag.callers import outside
 from quasidiag.outputs import OutputModel
+from quasidiag.strata import FEW
 
 #: Weight of the old average of the quadratic forms when a new measurement, of a share of a minibatch, enters. Until the
 #: first steps are over, it counts for ``MORE`` times the new one at most: a sharp place that was left behind (its steps were
 #: undone, say) would else shorten dozens of steps.
 FORMS, MORE = 0.5, 5.0
 #: Unless ``step_fraction`` is given, that share is ``SHARE``, and ``MOST`` terms at most; in any case it is ``FEWEST`` terms
-#: at least, if there are as many.
-SHARE, MOST, FEWEST = 0.5, 2048, 128
-#: So many terms judge the last steps, where a minibatch has at least twice as many; else all of them do.
+#: at least, if there are as many. Where samples are chosen by how much they matter (:mod:`quasidiag.strata`), the share is
+#: ``EIGHTH``, and such a part also tries steps.
+SHARE, MOST, FEWEST, EIGHTH = 0.5, 2048, 128, 0.125
+#: So many terms judge the last steps, where a minibatch has at least twice as many; else all of them do, or as many samples
+#: as matter.
 JUDGES = 4096
 #: While the loss does not rise, each step multiplies the damping by this.
 DECAY = 0.95
@@ -212,7 +215,7 @@ class QuadraticModel:
         """
         step = parabola.step
         slope, promised = float(parabola.slopes @ step), parabola.change(step)
-        now, after = self._compared(after_step(directions, step.tolist()), ranks).tolist()
+        now, after = self._compared(after_step(directions, step.tolist()), ranks, True).tolist()
         change = after - now
         if not math.isfinite(now) or change <= TRUE * promised:
             return 1.0
@@ -311,22 +314,34 @@ class QuadraticModel:
         dropout masks, say): there the gradient is steeper than they are, and no other loss is the reason.
         """
         criterion: OutputModel = self.replay.criterion
-        terms = self.replay.terms(batch)
-        share = min(SHARE, MOST / max(1, terms)) if self.share is None else self.share
-        share = self._counting(batch, max(share, min(1.0, FEWEST / max(1, terms))), terms)
+        share = self._measured(batch)
         output, target, moved = self.replay.tangents(batch, directions, share)
-        alike = self.replay.alike(batch, output, share)
+        alike, part = self.replay.alike(batch, output, share), self.replay.part(batch, share)
         dtype = torch.promote_types(output.dtype, torch.float32)
         output, moved = output.to(dtype), [u.to(dtype) for u in moved]
         counted = criterion.counted(output, target)
         if counted is not None:
             moved = [torch.where(counted, u, 0.0) for u in moved]
+        residual, terms = criterion.residual(output, target), criterion.terms(output, target)
+        if part is not None and not part.equal:
+            root = part.weights(output).sqrt()
+            moved, residual = [u * root for u in moved], residual * root
+            terms = self.replay.terms(batch)
         rows = [torch.stack([criterion.inner(output, u, v) for v in moved]) for u in moved]
-        residual = criterion.residual(output, target)
         slopes = torch.where(alike, torch.stack([(residual * u).sum() for u in moved]), math.nan)
-        found = torch.stack([*rows, slopes]).double() / max(1, int(criterion.terms(output, target)))
-        *forms, slopes = found.cpu()
+        *forms, slopes = (torch.stack([*rows, slopes]).double() / max(1, int(terms))).cpu()
+        if slopes.isnan().any():
+            self.replay.division.apart = False
         return torch.stack(forms), slopes
+
+    def _measured(self, batch: Batch) -> float:
+        """The share of a minibatch that the model is measured on."""
+        terms, strata = max(1, self.replay.terms(batch)), self.replay.strata(batch)
+        share = self.share
+        if share is None:
+            share = min(SHARE if strata is None else EIGHTH, MOST / terms)
+        least = FEWEST / terms if strata is None else FEW / strata.samples
+        return self._counting(batch, max(share, min(1.0, least)), terms)
 
     def size(self, ranks: Any = None) -> tuple[float, float]:
         """The number of samples and the loss of this step, averaged over ranks, which all must decide alike."""
@@ -392,20 +407,28 @@ class QuadraticModel:
         room = there - float(mean(torch.tensor(least, dtype=torch.float64), ranks))
         return (now - there) / room if room > 0 else math.nan
 
-    def _compared(self, start: Direction, ranks: Any) -> Tensor:
-        """The loss now and with the parameters ``start``, weight decay included, averaged over ranks."""
+    def _compared(self, start: Direction, ranks: Any, tried: bool = False) -> Tensor:
+        """The loss now and with the parameters ``start``, weight decay included, averaged over ranks.
+
+        If they are ``tried``, by the samples that the model is measured on, where these are chosen by how much they matter.
+        """
         penalties = [self.penalty.now, self.penalty.value(start)]
         pairs = [
-            torch.stack(self.replay.values(b, start, self._jury(b))) * w
-            for w, b in self.replay.weighted()
+            torch.stack(self.replay.values(batch, start, self._jury(batch, tried))) * weight
+            for weight, batch in self.replay.weighted()
         ]
         losses = torch.stack(pairs).sum(0).cpu() + torch.tensor(penalties, dtype=torch.float64)
         return mean(losses, ranks)
 
-    def _jury(self, batch: Batch) -> float:
-        """The share of a minibatch that judges steps."""
-        terms = self.replay.terms(batch)
-        return self._counting(batch, JUDGES / terms if terms >= 2 * JUDGES else 1.0, terms)
+    def _jury(self, batch: Batch, tried: bool) -> float:
+        """The share of a minibatch that judges steps, or that tries them."""
+        terms, strata = self.replay.terms(batch), self.replay.strata(batch)
+        if strata is not None and tried:
+            return self._measured(batch)
+        share = JUDGES / terms if terms >= 2 * JUDGES else 1.0
+        if strata is not None and (few := strata.enough) < strata.samples:
+            share = min(share, few / strata.samples)
+        return self._counting(batch, share, terms)
 
     def _counting(self, batch: Batch, share: float, terms: int) -> float:
         """``share``, or 1 if it holds less than half of the terms that it should (others are masked, say)."""

@@ -1,36 +1,29 @@
-"""Runs the model on the minibatch again, to see how its outputs change when the parameters do.
+"""Keeps the minibatches of a model until the optimizer's step, to see how outputs and losses change when parameters do.
 
-A :class:`Replay` keeps the minibatches of a model until the optimizer's step, runs the model on a share of each again
-and takes the derivatives of the outputs along given directions by forward-mode differentiation, or by differences where
-an operation has no forward mode. The model runs as it did the first time (dropout masks, autocast), and its buffers (a
-batch norm's statistics) and the random state are not changed.
+For that the model is run again (:mod:`quasidiag.auto.rerun`), on a share of each minibatch (:mod:`quasidiag.auto.division`).
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, ExitStack, nullcontext
-from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-import torch.autograd.forward_ad as forward_ad
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
-from quasidiag.auto.calls import Call, Part, changed, versions
+from quasidiag.auto.calls import Batch, Call, changed, versions
 from quasidiag.auto.directions import Direction
+from quasidiag.auto.division import Division
 from quasidiag.auto.fingerprint import fingerprint
-from quasidiag.auto.reading import Reading
-from quasidiag.auto.standing_in import doubled, plain_kernels, standing_in
+from quasidiag.auto.rerun import UNFIT, Moved, Rerun
+from quasidiag.auto.standing_in import doubled, standing_in
 from quasidiag.auto.witness import Witness
 from quasidiag.layers.composite import Surroundings
-from quasidiag.moments import cast
 from quasidiag.outputs import OutputModel
 from quasidiag.probe import Hook, Loan, Loans, Outside, below, leaf, reaches, tensors
-
-Moved = tuple[Tensor, Tensor, list[Tensor]]
+from quasidiag.strata import Part, Strata
 
 #: On a CPU so many numbers of the outputs are converted to float64 at a time: new memory costs more than arithmetic.
 AT_ONCE = 2**16
@@ -41,37 +34,6 @@ AT_ONCE = 2**16
 LOOK = 47
 #: A negative total of weights is taken for zero if it is less than this, relative to the sum of their absolute values.
 ROUNDING = 1e-6
-#: What a model may raise, besides a ``RuntimeError``, if an input does not fit.
-UNFIT = ValueError, IndexError, TypeError
-
-
-@dataclass(eq=False)
-class Batch:
-    """A call of the model and the criterion's call on its output.
-
-    ``weight`` is the factor of this loss in what was backpropagated, ``None`` before. ``values`` has the losses in
-    float64 that were computed so far, by the part of the samples (``None`` for all).
-    """
-
-    call: Call
-    reading: Reading | None
-    output: Tensor
-    target: Tensor
-    version: list[int]
-    loss: Tensor
-    weight: Tensor | None = None
-    values: dict[Part | None, Tensor] = field(default_factory=dict)
-
-    @property
-    def intact(self) -> bool:
-        """Whether arguments, outputs and target have not been written to since the forward pass."""
-        arguments = versions(self.call.arguments) == self.call.entered
-        outputs = [x._version for x in self.call.outputs] == self.call.versions
-        return arguments and outputs and versions(self.target) == self.version
-
-    def targets(self, part: Part | None) -> Tensor:
-        """The targets of a part of the samples, or of all."""
-        return self.target if part is None else part.rows(self.target)
 
 
 class Replay:
@@ -86,10 +48,8 @@ class Replay:
         self, model: nn.Module, criterion: OutputModel, parameters: Sequence[Tensor]
     ) -> None:
         self.model, self.criterion, self.parameters = model, criterion, parameters
-        #: How derivatives are taken, the first that works: ``fast`` or ``plain`` (kernels) in forward mode, ``differences``.
-        self.mode = "fast"
-        #: Whether the model can be run on a part of the samples; ``None`` until that was tried.
-        self.divisible: bool | None = None
+        self.rerun = Rerun(model)
+        self.division = Division(self.rerun, criterion)
         self._calls, self._judgements = Loans(), Loans()
         #: The last call, kept alive here because its outputs may have no graph to hold it.
         self._last: Loan | None = None
@@ -238,92 +198,34 @@ class Replay:
 
     def tangents(self, batch: Batch, directions: Sequence[Direction], share: float) -> Moved:
         """The outputs on a share of a minibatch, their targets, and their derivative along each direction."""
-        part = self._part(batch, share)
+        part = self.part(batch, share)
         while True:
             try:
-                return self._tangents(batch, directions, part)
+                return self.rerun.tangents(batch, directions, part)
             except (RuntimeError, *UNFIT) as error:  # NotImplementedError is a RuntimeError
                 if isinstance(error, torch.cuda.OutOfMemoryError):
                     raise
-                if part is not None and self._tried(batch, part) is None:
-                    self.divisible, part = False, None
-                elif self.mode == "differences":
+                if part is not None and self.rerun.tried(batch, part) is None:
+                    self.division.divisible, part = False, None
+                elif not self.rerun.slower():
                     raise
-                else:
-                    self.mode = "plain" if self.mode == "fast" else "differences"
 
-    def _tangents(self, batch: Batch, directions: Sequence[Direction], part: Part | None) -> Moved:
-        target = batch.targets(part)
-        if self.mode == "differences":
-            moved = [self._difference(batch, u, part) for u in directions]
-            return self._run(batch, {}, part), target, moved
-        duals = [self._dual(batch, u, part) for u in directions]
-        return duals[0][0], target, [tangent for _, tangent in duals]
-
-    def _part(self, batch: Batch, share: float) -> Part | None:
+    def part(self, batch: Batch, share: float) -> Part | None:
         """The samples that make up a share, or ``None`` where the model needs all of them."""
-        part = batch.call.part(share)
-        if part is None or self.divisible is False:
-            return None
-        assert batch.reading is not None
-        if batch.reading.shape[0] % part.samples or len(batch.target) % part.samples:
-            return None
-        if self.divisible is None:
-            self.divisible = self._independent(batch, part)
-        return part if self.divisible else None
+        return self.division.part(batch, share)
 
-    def _tried(self, batch: Batch, part: Part) -> Tensor | None:
-        """The output for a part of the samples at the current parameters; ``None`` if the model does not run on it."""
-        try:
-            return self._run(batch, {}, part)
-        except torch.cuda.OutOfMemoryError:
-            raise
-        except (RuntimeError, *UNFIT):
-            return None
-
-    def _independent(self, batch: Batch, part: Part) -> bool:
-        """Whether a part of the samples, run alone in eval mode, gives the outputs that it has among all samples.
-
-        Not so where samples depend on each other, or where they are not the first dimension of inputs and outputs.
-        """
-        training = [module for module in self._module.modules() if module.training]
-        try:
-            for module in training:
-                module.training = False
-            whole, some = self._run(batch, {}), self._run(batch, {}, part)
-            expected = part.rows(whole)
-        except torch.cuda.OutOfMemoryError:
-            raise
-        except (RuntimeError, *UNFIT):
-            return False
-        finally:
-            for module in training:
-                module.training = True
-        return bool(self._equal(batch, some, expected))
+    def strata(self, batch: Batch) -> Strata | None:
+        """The samples by how much they matter, or ``None`` where a part is not chosen by that."""
+        return self.division.strata(batch)
 
     def alike(self, batch: Batch, output: Tensor, share: float) -> Tensor:
         """Whether the output of a share is that of the training pass: not if other dropout masks were drawn for it, say."""
-        part = self._part(batch, share)
-        before = batch.output if part is None else part.rows(batch.output)
-        return self._equal(batch, output, before)
-
-    def _equal(self, batch: Batch, output: Tensor, other: Tensor) -> Tensor:
-        """Whether outputs differ by rounding alone; what is not finite (a class that is ruled out) must be so in both."""
-        if not other.numel():
-            return torch.ones((), dtype=torch.bool, device=other.device)
-        around = batch.call.around
-        rough = around.dtype if around.autocast else batch.output.dtype
-        finite = other.isfinite()
-        known, found = torch.where(finite, other, 0.0), torch.where(finite, output, 0.0)
-        close = (found - known).abs().amax() <= math.sqrt(
-            torch.finfo(rough).eps
-        ) * known.abs().amax()
-        return close & (finite == output.isfinite()).all()
+        return self.division.alike(batch, output, self.part(batch, share))
 
     def terms(self, batch: Batch, share: float = 1.0) -> int:
         """How many terms the loss of a share of a minibatch is the mean of."""
         output, target = batch.output, batch.target
-        part = self._part(batch, share)
+        part = self.part(batch, share)
         if part is not None:
             # Only the number of rows and the targets matter here, so any rows of the output do, without a copy.
             output = output[: len(output) // part.samples * part.kept]
@@ -336,25 +238,40 @@ class Replay:
         In float64 from the outputs on: the constants in a loss would, in float32, hide what a small step does. For a part
         of the samples both losses are computed anew, because its dropout masks and batch statistics are not those of all.
         """
-        part = self._part(batch, share)
+        part = self.part(batch, share)
         now = self._now(batch, part)
         if now is None:
-            self.divisible, part = False, None
+            self.division.divisible, part = False, None
             now = self._now(batch, None)
         assert now is not None
-        return now, self._loss(self._run(batch, start, part), batch.targets(part), start)
+        return now, self._loss(self.rerun.run(batch, start, part), batch, part, start)
 
     def _now(self, batch: Batch, part: Part | None) -> Tensor | None:
         """The loss of a part as it was, computed once and then kept; ``None`` if the model does not run on that part."""
         if part not in batch.values:
-            output = batch.output if part is None else self._tried(batch, part)
+            output = batch.output if part is None else self._before(batch, part)
             if output is None:
                 return None
-            batch.values[part] = self._loss(output, batch.targets(part), {})
+            batch.values[part] = self._loss(output, batch, part, {})
         return batch.values[part]
 
-    def _loss(self, output: Tensor, target: Tensor, parameters: Direction) -> Tensor:
-        """The criterion in float64, with ``parameters`` in the place of its own; on a CPU in pieces, weighted by terms."""
+    def _before(self, batch: Batch, part: Part) -> Tensor | None:
+        """The output for a part of the samples as it was; ``None`` if the model does not run on that part.
+
+        In half precision it is computed anew even where samples do not depend on each other: it depends on how many there
+        are, by rounding, and a small step changes no more than that.
+        """
+        full = batch.output.dtype.itemsize >= 4 and not batch.call.around.autocast
+        known = self.division.apart and full
+        return part.rows(batch.output) if known else self.rerun.tried(batch, part)
+
+    def _loss(
+        self, output: Tensor, batch: Batch, part: Part | None, parameters: Direction
+    ) -> Tensor:
+        """The criterion's mean over all samples, by those of a part, with ``parameters`` in the place of its own.
+
+        In float64, and in pieces: the strata of the part, and on a CPU so many numbers at a time.
+        """
         own: dict[Tensor, Tensor] = {
             p: parameters.get(p, p).detach().double() for p in self.criterion.parameters()
         }
@@ -362,13 +279,14 @@ class Replay:
         def loss(y: Tensor, t: Tensor) -> Tensor:
             return self.criterion(y.double(), t.double() if t.is_floating_point() else t)
 
-        rows = AT_ONCE // max(1, output[0].numel())
+        target = batch.targets(part)
+        pieces = [(1.0, output, target)] if part is None else part.split(output, target)
+        pieces = [(w, *some) for w, y, t in pieces for some in _in_pieces(y, t)]
         with torch.no_grad(), standing_in(self.criterion, own, doubled):
-            if output.is_cuda or not 0 < rows < len(output) == len(target):
+            if len(pieces) == 1:
                 return loss(output, target)
-            parts = [*zip(output.split(rows), target.split(rows))]
-            terms = [float(self.criterion.terms(y, t)) for y, t in parts]
-            found = [loss(y, t) * n for n, (y, t) in zip(terms, parts) if n]
+            terms = [w * float(self.criterion.terms(y, t)) for w, y, t in pieces]
+            found = [loss(y, t) * n for n, (_, y, t) in zip(terms, pieces) if n]
             return torch.stack(found).sum() / sum(terms) if found else loss(output, target)
 
     def loss(self) -> float:
@@ -419,58 +337,13 @@ class Replay:
         """A number for the data of this step (:mod:`quasidiag.auto.fingerprint`)."""
         return fingerprint((b.target, [*tensors(b.call.arguments)]) for b in self._used)
 
-    @property
-    def _module(self) -> nn.Module:
-        """The model itself, without the wrappers of ``torch.compile`` and DDP."""
-        model: Any = self.model
-        while isinstance(model, nn.parallel.DistributedDataParallel) or hasattr(model, "_orig_mod"):
-            model = getattr(model, "_orig_mod", None) or model.module
-        return model
 
-    def _run(
-        self, batch: Batch, parameters: Direction, part: Part | None = None, full: bool = False
-    ) -> Tensor:
-        """The output as the criterion reads it, with these parameters in the place of the model's; ``full``: no autocast."""
-        assert batch.reading is not None
-        arguments = batch.call.arguments
-        args, kwargs = arguments if part is None else part.of(arguments)
-        module, around = self._module, batch.call.around
-        autocast: AbstractContextManager[object] = nullcontext()
-        if around.autocast:
-            kind, dtype = around.kind, around.dtype
-            autocast = torch.autocast(kind, dtype, enabled=not full, cache_enabled=False)
-        with around.again(), torch.no_grad(), autocast, standing_in(module, parameters):
-            outputs = module(*args, **kwargs)
-        return batch.reading.of(list(tensors(outputs)), 1.0 if part is None else part.share)
-
-    def _dual(self, batch: Batch, direction: Direction, part: Part | None) -> tuple[Tensor, Tensor]:
-        with ExitStack() as stack:
-            if self.mode == "plain":
-                stack.enter_context(plain_kernels())
-            stack.enter_context(forward_ad.dual_level())
-            duals = {
-                p: forward_ad.make_dual(p.detach(), cast(u, p.dtype)) for p, u in direction.items()
-            }
-            output, tangent = forward_ad.unpack_dual(self._run(batch, duals, part))
-        return output, torch.zeros_like(output) if tangent is None else tangent
-
-    def _difference(self, batch: Batch, direction: Direction, part: Part | None) -> Tensor:
-        """A central difference, over a distance that balances rounding and curvature."""
-        size = math.sqrt(sum(float(p.detach().double().square().sum()) for p in direction)) or 1.0
-        length = math.sqrt(sum(float(u.double().square().sum()) for u in direction.values()))
-        if length == 0.0:
-            return torch.zeros_like(self._run(batch, {}, part, full=True))
-        h = torch.finfo(next(iter(direction)).dtype).eps ** (1 / 3) * size / length
-        ahead, behind = (
-            self._run(
-                batch,
-                {p: p.detach() + sign * h * u.to(p.dtype) for p, u in direction.items()},
-                part,
-                full=True,
-            )
-            for sign in (1, -1)
-        )
-        return (ahead - behind) / (2 * h)
+def _in_pieces(output: Tensor, target: Tensor) -> list[tuple[Tensor, Tensor]]:
+    """On a CPU, so many rows of a large output at a time."""
+    rows = AT_ONCE // max(1, output[0].numel())
+    if output.is_cuda or not 0 < rows < len(output) == len(target):
+        return [(output, target)]
+    return [*zip(output.split(rows), target.split(rows))]
 
 
 def _at_the_end(call: Callable[[], None]) -> None:

@@ -192,7 +192,7 @@ def _robustness(plan: Plan, rows: dict[str, dict[str, Any]]) -> list[dict[str, A
                     {
                         "factor": lr,
                         "batch_size": config.batch_size,
-                        "share": config.options.get("metric_fraction", 1.0),
+                        "share": config.options.get("metric_fraction"),
                         "epochs": config.epochs,
                         "status": result["status"],
                         "loss": result["final"].get(plan.experiment.select),

@@ -149,7 +149,7 @@ def robustness(summaries: Sequence[dict[str, Any]]) -> str:
 
 def _key(summary: dict[str, Any], row: dict[str, Any]) -> str:
     other = row["batch_size"] != summary["batch_size"]
-    if row["share"] < 1:
+    if row["share"]:
         return f"metric on {row['share']:g}"
     return f"batch {row['batch_size']}" if other else f"factor {row['factor']:g}"
 

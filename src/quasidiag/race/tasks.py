@@ -23,7 +23,7 @@ SCHEDULES: Mapping[str, Mapping[str, Any]] = {
 #: The robustness runs of ours: factors on its step, minibatch sizes, and shares of each minibatch used for the metric.
 FACTORS = (0.1, 0.3, 1.0, 2.0)
 BATCHES = (50, 200, 1000, 2000)
-SHARES = (0.1, 0.3)
+SHARES = (0.1, 0.3, 1.0)
 ROBUSTNESS = (
     "factor",
     *(f"batch-{size}" for size in BATCHES),

@@ -1,0 +1,112 @@
+r"""A few samples that stand for all of a minibatch: more of those that matter, and each of these for fewer others.
+
+A sample matters by the length :math:`s` of the derivative at its output. Sorted by it, the samples are cut into ``STRATA``
+strata of equal mass, where a sample has the mass :math:`s + \bar s`, and about as many are taken from each stratum, at even
+distances. Where all samples matter alike, the strata are equal. Where a few matter more than all others together, as in a
+classifier that knows its data by heart, these are all taken.
+
+How many samples matter is :math:`(\sum s)^2 / \sum s^2` (Kish 1965): all, if they do so alike.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+#: The number of strata, and the least number of samples in a part, a half of the minibatch at most.
+STRATA, FEW = 4, 64
+
+
+class Stratum(NamedTuple):
+    """``kept`` samples, each of which stands for ``each``."""
+
+    kept: int
+    each: float
+
+
+class Part:
+    """Some of the ``samples``: their numbers ``picked``, stratum by stratum."""
+
+    def __init__(self, samples: int, picked: Tensor, strata: list[Stratum]) -> None:
+        self.samples, self.picked, self.strata = samples, picked, strata
+
+    @classmethod
+    def even(cls, samples: int, kept: int, device: torch.device) -> Part:
+        """So many samples, at even distances because they may be sorted."""
+        picked = torch.arange(kept, device=device) * samples // kept
+        return cls(samples, picked, [Stratum(kept, samples / kept)])
+
+    @property
+    def kept(self) -> int:
+        """How many samples these are."""
+        return len(self.picked)
+
+    @property
+    def share(self) -> float:
+        """The share of the samples that these are."""
+        return self.kept / self.samples
+
+    @property
+    def equal(self) -> bool:
+        """Whether each stands for as many samples."""
+        return len(self.strata) == 1
+
+    def rows(self, x: Tensor) -> Tensor:
+        """This part of the rows of ``x``, which has the same number of rows for every sample."""
+        of_each = x.unflatten(0, (self.samples, -1))
+        return of_each.index_select(0, self.picked.to(x.device)).flatten(0, 1)
+
+    def weights(self, rows: Tensor) -> Tensor:
+        """How many samples each of the ``rows`` of this part stands for, of a shape to multiply them by."""
+        each = [stratum.each for stratum in self.strata for _ in range(stratum.kept)]
+        weights = torch.tensor(each, dtype=torch.float64).to(rows.device, rows.dtype)
+        of_rows = weights.repeat_interleave(len(rows) // self.kept)
+        return of_rows.view(-1, *[1] * (rows.dim() - 1))
+
+    def split(self, output: Tensor, target: Tensor) -> Iterator[tuple[float, Tensor, Tensor]]:
+        """The part's output and target, stratum by stratum, with what a sample of each stands for."""
+        sizes = [stratum.kept for stratum in self.strata]
+        cut = (x.unflatten(0, (self.kept, -1)).split(sizes) for x in (output, target))
+        for (_, each), y, t in zip(self.strata, *cut):
+            yield each, y.flatten(0, 1), t.flatten(0, 1)
+
+
+class Strata:
+    """The samples of a minibatch in the order of how much they matter, by the rows of ``derivatives``, one for each."""
+
+    def __init__(self, derivatives: Tensor) -> None:
+        sizes = torch.linalg.vector_norm(derivatives, dim=1).nan_to_num(0.0, 0.0)
+        sizes, self._order = sizes.sort(descending=True)
+        sizes = sizes / sizes[0].clamp_min(torch.finfo(sizes.dtype).tiny)  # squares might underflow
+        self.samples = len(sizes)
+        mass = (sizes + sizes.mean()).cumsum(0)
+        inner = torch.arange(1, STRATA, device=mass.device) * mass[-1] / STRATA
+        cuts = (torch.searchsorted(mass, inner) + 1).to(mass.dtype)
+        matter = sizes.sum().square() / sizes.square().sum()
+        *found, matter = torch.cat([cuts, matter.view(1)]).tolist()  # one copy from the device
+        self._cuts = [0, *(min(int(cut), self.samples) for cut in found), self.samples]
+        #: How many samples matter; all, if none does.
+        self.matter = matter if matter > 0 else float(self.samples)
+
+    def part(self, kept: int) -> Part:
+        """So many samples that stand for all, ``STRATA`` at least."""
+        strata: list[Stratum] = []
+        places: list[Tensor] = []
+        for after, (start, end) in zip(reversed(range(STRATA)), zip(self._cuts, self._cuts[1:])):
+            size, left = end - start, kept - sum(stratum.kept for stratum in strata)
+            few = min(size, math.ceil(left / (after + 1)))
+            if few:
+                strata.append(Stratum(few, size / few))
+                places.append((2 * torch.arange(few) + 1) * size // (2 * few) + start)
+        picked = self._order[torch.cat(places).to(self._order.device)]
+        return Part(self.samples, picked, strata)
+
+    @property
+    def enough(self) -> int:
+        """How many samples are enough: as many as matter, ``FEW`` at least; all, where a half of them is not enough."""
+        few = max(FEW, math.ceil(self.matter))
+        return few if 2 * few <= self.samples else self.samples

@@ -1,0 +1,199 @@
+"""A few samples that stand for all, and the metric that they make up."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor, nn
+
+import quasidiag as qd
+from nets import batch, mlp
+from quasidiag.collect import Record
+from quasidiag.kernels.squares import Squares
+from quasidiag.strata import FEW, STRATA, Part, Strata
+
+F64 = torch.float64
+
+
+def strata(sizes: Tensor) -> Strata:
+    """Of samples with derivatives of these lengths."""
+    return Strata(sizes.view(-1, 1))
+
+
+@settings(deadline=None, max_examples=100)
+@given(
+    samples=st.integers(STRATA, 300),
+    power=st.integers(0, 30),
+    share=st.floats(0.01, 1.0),
+    seed=st.integers(0, 10**6),
+)
+def test_some_stand_for_all(samples: int, power: int, share: float, seed: int) -> None:
+    """As many as were asked for, each once, and in each stratum they stand for all of its samples."""
+    sizes = torch.rand(samples, generator=torch.Generator().manual_seed(seed)) ** power
+    kept = max(STRATA, math.ceil(share * samples))
+    part = strata(sizes).part(kept)
+    assert len(part.picked) == len(part.picked.unique()) == part.kept == kept
+    assert sum(x.kept for x in part.strata) == kept and len(part.strata) <= STRATA
+    assert sum(x.kept * x.each for x in part.strata) == pytest.approx(samples)
+    assert all(x.each >= 1 for x in part.strata)
+    assert part.share == kept / samples
+
+
+def test_equal_samples_stand_for_equally_many() -> None:
+    found = strata(torch.ones(512))
+    part = found.part(64)
+    assert found.matter == 512 and found.enough == 512
+    assert all(stratum.each == pytest.approx(8, rel=0.1) for stratum in part.strata)
+
+
+@pytest.mark.parametrize("heavy", [1, 3, 20])
+def test_the_few_that_matter_are_all_taken_and_stand_for_themselves(heavy: int) -> None:
+    sizes = torch.full((500,), 1e-4)
+    places = torch.randperm(500, generator=torch.Generator().manual_seed(0))[:heavy]
+    sizes[places] = 1.0 + torch.arange(heavy) / 100
+    found = strata(sizes)
+    part = found.part(FEW)
+    assert found.matter == pytest.approx(heavy, rel=0.2) and found.enough == FEW
+    assert {*places.tolist()} <= {*part.picked.tolist()}
+    weights = part.weights(part.rows(sizes))
+    torch.testing.assert_close((weights * part.rows(sizes)).sum(), sizes.sum(), rtol=1e-3, atol=0)
+
+
+def test_how_many_matter_does_not_depend_on_how_much() -> None:
+    sizes = torch.rand(500, generator=torch.Generator().manual_seed(0)) ** 8
+    assert strata(1e-30 * sizes).matter == pytest.approx(strata(sizes).matter)
+
+
+@pytest.mark.parametrize("size", [0.0, math.nan, math.inf, 1e-30])
+def test_samples_that_do_not_tell_are_taken_alike(size: float) -> None:
+    found = strata(torch.full((500,), size))
+    assert found.enough == 500
+    assert max(stratum.each for stratum in found.part(64).strata) < 9
+
+
+def test_rows_and_what_they_stand_for() -> None:
+    """With several rows for each sample, as of a sequence."""
+    sizes = torch.arange(300.0) ** 4
+    part = strata(sizes).part(100)
+    x = torch.arange(600).view(600, 1).expand(600, 2)
+    rows = part.rows(x)
+    assert torch.equal(rows.view(100, 2, 2)[:, 0, 0], 2 * part.picked)
+    weights = part.weights(rows.double())
+    assert weights.shape == (200, 1) and float(weights.sum()) == pytest.approx(600)
+    pieces = [*part.split(rows, part.rows(sizes))]
+    assert torch.equal(torch.cat([y for _, y, _ in pieces]), rows)
+    assert [len(t) for _, _, t in pieces] == [stratum.kept for stratum in part.strata]
+    assert [each for each, _, _ in pieces] == [stratum.each for stratum in part.strata]
+
+
+def test_samples_at_even_distances() -> None:
+    part = Part.even(10, 5, torch.device("cpu"))
+    assert part.picked.tolist() == [0, 2, 4, 6, 8] and part.equal
+    assert Part.even(7, 3, torch.device("cpu")).picked.tolist() == [0, 2, 4]
+
+
+# ------------------------------------------------------------------------------------------- the metric
+
+
+def records(model: nn.Module, x: Tensor, t: Tensor, **options: Any) -> list[Record]:
+    """What enters the metric in the first step."""
+    loss = qd.Categorical()
+    with qd.Riemannian(model, loss, **options) as optimizer:
+        loss(model(x), t).backward()
+        return [*optimizer._collector.records]
+
+
+def formed(w: Any) -> Tensor:
+    """Weights as a tensor."""
+    return w.formed() if isinstance(w, Squares) else w
+
+
+def sure(sizes: tuple[int, ...]) -> nn.Module:
+    """A classifier that is sure of nearly all samples, so that few draws are not what it says."""
+    model = mlp(*sizes, activation="tanh")
+    with torch.no_grad():
+        for p in model[-1].parameters():
+            p.mul_(40)
+    return model
+
+
+def test_a_metric_of_the_samples_that_matter_is_nearly_that_of_all() -> None:
+    x, t = batch("categorical", 800, 4, 3)
+    few = records(sure((4, 6, 3)), x, t)
+    every = records(sure((4, 6, 3)), x, t, metric_fraction=1.0)
+    assert [len(r.a) for r in every] == [800, 800] and all(len(r.a) < 400 for r in few)
+    for some, whole in zip(few, every):
+        found, expected = (formed(r.w).T @ r.a.square() for r in (some, whole))
+        torch.testing.assert_close(found.sum(), expected.sum(), rtol=0.1, atol=0)
+
+
+def test_each_sample_enters_the_metric_times_what_it_stands_for() -> None:
+    """Against the records of all samples, picked and multiplied one by one."""
+    x, t = batch("categorical", 300, 4, 3)
+    model, loss = sure((4, 6, 3)), qd.Categorical()
+    found: list[Part] = []
+    with qd.Riemannian(model, loss) as optimizer:
+        choose = optimizer._collector._chosen
+
+        def chosen(*given: Any) -> Part | None:
+            part = choose(*given)
+            assert part is not None
+            found.append(part)
+            return part
+
+        optimizer._collector._chosen = chosen  # type: ignore[method-assign]
+        loss(model(x), t).backward()
+        few = [*optimizer._collector.records]
+    every = records(sure((4, 6, 3)), x, t, metric_fraction=1.0)
+    (part,) = found
+    each = [stratum.each for stratum in part.strata for _ in range(stratum.kept)]
+    for some, whole in zip(few, every):
+        w, v = formed(some.w), formed(whole.w)
+        assert len(w) == part.kept
+        for k, (weight, i) in enumerate(zip(each, part.picked.tolist())):
+            torch.testing.assert_close(w[k], weight * v[i], rtol=1e-9, atol=1e-14)
+            assert torch.equal(some.a[k], whole.a[i])
+
+
+class Words(nn.Module):
+    """Words are looked up, one for each sample."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table, self.out = nn.Embedding(10, 4).double(), nn.Linear(4, 3).double()
+        with torch.no_grad():
+            self.out.weight.mul_(40)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.out(self.table(x))
+
+
+def test_lookup_tables_use_all_samples() -> None:
+    torch.manual_seed(0)
+    out, table = records(Words(), torch.randint(10, (400,)), torch.randint(3, (400,)))
+    assert len(table.a) == 400 and len(out.a) < 200
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"metric_fraction": 1.0},
+        {"metric": "exact"},
+        {"samples": 2},
+        {"sharing": "exact"},
+        {"step": "fixed", "metric": "monte-carlo"},
+    ],
+)
+def test_otherwise_all_samples_enter_the_metric(options: dict[str, Any]) -> None:
+    x, t = batch("categorical", 300, 4, 3)
+    assert all(len(record.a) == 300 for record in records(sure((4, 6, 3)), x, t, **options))
+
+
+def test_few_samples_all_enter_the_metric() -> None:
+    x, t = batch("categorical", 2 * FEW - 1, 4, 3)
+    assert all(len(record.a) == 2 * FEW - 1 for record in records(sure((4, 6, 3)), x, t))
