@@ -86,14 +86,17 @@ def test_rows_and_what_they_stand_for() -> None:
     weights = part.weights(rows.double())
     assert weights.shape == (200, 1) and float(weights.sum()) == pytest.approx(600)
     pieces = [*part.split(rows, part.rows(sizes))]
-    assert torch.equal(torch.cat([y for _, y, _ in pieces]), rows)
+    assert part.picked.tolist() == sorted(part.picked.tolist())
+    assert torch.equal(torch.cat([y for _, y, _ in pieces]).sort(0).values, rows)
+    lightest = [float(t.min()) for _, _, t in pieces]
+    assert lightest == sorted(lightest, reverse=True)  # the first strata matter most
     assert [len(t) for _, _, t in pieces] == [stratum.kept for stratum in part.strata]
     assert [each for each, _, _ in pieces] == [stratum.each for stratum in part.strata]
 
 
 def test_samples_at_even_distances() -> None:
     part = Part.even(10, 5, torch.device("cpu"))
-    assert part.picked.tolist() == [0, 2, 4, 6, 8] and part.equal
+    assert part.picked.tolist() == [0, 2, 4, 6, 8] and not part.chosen
     assert Part.even(7, 3, torch.device("cpu")).picked.tolist() == [0, 2, 4]
 
 
@@ -151,7 +154,7 @@ def test_each_sample_enters_the_metric_times_what_it_stands_for() -> None:
         few = [*optimizer._collector.records]
     every = records(sure((4, 6, 3)), x, t, metric_fraction=1.0)
     (part,) = found
-    each = [stratum.each for stratum in part.strata for _ in range(stratum.kept)]
+    each = part.weights(part.picked.double()).tolist()
     for some, whole in zip(few, every):
         w, v = formed(some.w), formed(whole.w)
         assert len(w) == part.kept
@@ -192,6 +195,24 @@ def test_lookup_tables_use_all_samples() -> None:
 def test_otherwise_all_samples_enter_the_metric(options: dict[str, Any]) -> None:
     x, t = batch("categorical", 300, 4, 3)
     assert all(len(record.a) == 300 for record in records(sure((4, 6, 3)), x, t, **options))
+
+
+class Pairs(nn.Module):
+    """Both of a pair go through one layer, one behind the other."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.one, self.both = sure((4, 3)), sure((6, 3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        halves = self.one(torch.cat([x, x.flip(1)])).tanh()
+        return self.both(torch.cat(halves.chunk(2), 1))
+
+
+def test_a_layer_with_other_rows_than_the_samples_uses_them_all() -> None:
+    x, t = batch("categorical", 300, 4, 3)
+    both, one = records(Pairs(), x, t)
+    assert len(one.a) == 600 and len(both.a) < 150
 
 
 def test_few_samples_all_enter_the_metric() -> None:

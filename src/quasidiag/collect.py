@@ -363,8 +363,7 @@ class Collector:
             or len(vector) % samples
         ):
             return None
-        full = vector.to(torch.promote_types(vector.dtype, torch.float32))
-        strata = Strata(full.reshape(samples, -1))
+        strata = Strata(vector.reshape(samples, -1))
         return None if strata.enough == samples else strata.part(strata.enough)
 
     def _boost(self, output: Tensor) -> Tensor | None:
@@ -431,9 +430,9 @@ class Collector:
 def _some(call: Call, part: Part | None) -> Call:
     """The part of a call's samples that stands for all of them.
 
-    Lookup tables use all samples, and so do layers whose first dimension is not the samples.
+    Lookup tables use all samples, and so do layers that were not given one row for each.
     """
-    if part is None or isinstance(call.module, nn.Embedding) or len(call.a) % part.samples:
+    if part is None or isinstance(call.module, nn.Embedding) or len(call.a) != part.samples:
         return call
     delta = part.rows(call.delta)
     return Call(call.module, part.rows(call.a), delta * part.weights(delta).sqrt())

@@ -215,7 +215,7 @@ class Riemannian(Saved):
         self._model = None
         if self.auto is not None:
             assert self.criterion is not None
-            replay = Replay(self.model, self.criterion, [*self._group])
+            replay = Replay(self.model, self.criterion, [*self._group], self.auto)
             self._model = QuadraticModel(replay, self.step_fraction, self.auto)
             self._handle = self.model.register_forward_pre_hook(Hook(self._lead))
         self._count(self.steps)

@@ -45,7 +45,10 @@ class OutputModel(nn.Module, ABC):
         """The mean negative log-likelihood over the batch."""
 
     def terms(self, output: Tensor, target: Tensor) -> int | Tensor:
-        """The number of terms that the mean is over: samples or, for sequences, their positions."""
+        """The number of terms that the mean is over: samples or, for sequences, their positions.
+
+        For a part of the samples the value times this must be that part of the sum: of a weighted mean, it is the weights'.
+        """
         return output.shape[0]
 
     def classes(self, output: Tensor) -> int:

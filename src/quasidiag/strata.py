@@ -17,7 +17,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-#: The number of strata, and the least number of samples in a part, a half of the minibatch at most.
+#: The number of strata, and the least number of samples that are chosen, of twice as many.
 STRATA, FEW = 4, 64
 
 
@@ -29,10 +29,15 @@ class Stratum(NamedTuple):
 
 
 class Part:
-    """Some of the ``samples``: their numbers ``picked``, stratum by stratum."""
+    """Some of the ``samples``, in their order, by the numbers ``picked``, which are given stratum by stratum."""
 
     def __init__(self, samples: int, picked: Tensor, strata: list[Stratum]) -> None:
-        self.samples, self.picked, self.strata = samples, picked, strata
+        self.samples, self.strata = samples, strata
+        self.picked, order = picked.sort()  # a model may rely on the order, as of sorted sequences
+        each = [stratum.each for stratum in strata for _ in range(stratum.kept)]
+        dtype = torch.float32 if order.device.type == "mps" else torch.float64
+        self._each = torch.tensor(each, dtype=dtype, device=order.device)[order]
+        self._places = order.argsort().split([stratum.kept for stratum in strata])
 
     @classmethod
     def even(cls, samples: int, kept: int, device: torch.device) -> Part:
@@ -51,9 +56,9 @@ class Part:
         return self.kept / self.samples
 
     @property
-    def equal(self) -> bool:
-        """Whether each stands for as many samples."""
-        return len(self.strata) == 1
+    def chosen(self) -> bool:
+        """Whether the samples were chosen by how much they matter, so that some stand for more than others."""
+        return len(self.strata) > 1
 
     def rows(self, x: Tensor) -> Tensor:
         """This part of the rows of ``x``, which has the same number of rows for every sample."""
@@ -62,24 +67,26 @@ class Part:
 
     def weights(self, rows: Tensor) -> Tensor:
         """How many samples each of the ``rows`` of this part stands for, of a shape to multiply them by."""
-        each = [stratum.each for stratum in self.strata for _ in range(stratum.kept)]
-        weights = torch.tensor(each, dtype=torch.float64).to(rows.device, rows.dtype)
-        of_rows = weights.repeat_interleave(len(rows) // self.kept)
-        return of_rows.view(-1, *[1] * (rows.dim() - 1))
+        each = self._each.to(rows.device, rows.dtype)
+        return each.repeat_interleave(len(rows) // self.kept).view(-1, *[1] * (rows.dim() - 1))
 
     def split(self, output: Tensor, target: Tensor) -> Iterator[tuple[float, Tensor, Tensor]]:
         """The part's output and target, stratum by stratum, with what a sample of each stands for."""
-        sizes = [stratum.kept for stratum in self.strata]
-        cut = (x.unflatten(0, (self.kept, -1)).split(sizes) for x in (output, target))
-        for (_, each), y, t in zip(self.strata, *cut):
-            yield each, y.flatten(0, 1), t.flatten(0, 1)
+        if not self.chosen:
+            yield self.strata[0].each, output, target
+            return
+        both = [x.unflatten(0, (self.kept, -1)) for x in (output, target)]
+        for (_, each), places in zip(self.strata, self._places):
+            y, t = (x.index_select(0, places.to(x.device)).flatten(0, 1) for x in both)
+            yield each, y, t
 
 
 class Strata:
     """The samples of a minibatch in the order of how much they matter, by the rows of ``derivatives``, one for each."""
 
     def __init__(self, derivatives: Tensor) -> None:
-        sizes = torch.linalg.vector_norm(derivatives, dim=1).nan_to_num(0.0, 0.0)
+        dtype = torch.promote_types(derivatives.dtype, torch.float32)
+        sizes = torch.linalg.vector_norm(derivatives, dim=1, dtype=dtype).nan_to_num(0.0, 0.0)
         sizes, self._order = sizes.sort(descending=True)
         sizes = sizes / sizes[0].clamp_min(torch.finfo(sizes.dtype).tiny)  # squares might underflow
         self.samples = len(sizes)
@@ -107,6 +114,9 @@ class Strata:
 
     @property
     def enough(self) -> int:
-        """How many samples are enough: as many as matter, ``FEW`` at least; all, where a half of them is not enough."""
-        few = max(FEW, math.ceil(self.matter))
+        """How many samples are enough: as many as matter; all, where a half of them is not enough.
+
+        Rounded up to a multiple of ``FEW``, because a compiled model is compiled anew for each number.
+        """
+        few = FEW * math.ceil(self.matter / FEW)
         return few if 2 * few <= self.samples else self.samples

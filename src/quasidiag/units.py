@@ -50,7 +50,7 @@ class _Unshifted(Adapter):
     """What a block needs of an adapter if its moments have no shift."""
 
     def __init__(self, inner: Adapter) -> None:
-        self.inner = inner
+        self.inner, self.full, self.normalises = inner, inner.full, inner.normalises
 
     def mixes(self, module: nn.Module) -> bool:
         return self.inner.mixes(module)

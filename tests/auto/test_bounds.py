@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import math
+from typing import Any
 
 import pytest
 import torch
@@ -31,8 +32,11 @@ def push(rule: qd.Riemannian, p: Tensor) -> None:
     rule.state[p]["update"].add_(far)
 
 
-def parts(rule: qd.Riemannian, before: dict[Tensor, Tensor]) -> list[float]:
-    """What each layer moved by in the metric, relative to its weights or to those of the mean layer, unit by unit."""
+def parts(rule: qd.Riemannian, before: dict[Tensor, Tensor], own: bool = False) -> Any:
+    """What each layer moved by in the metric, relative to its weights or to those of the mean layer, unit by unit.
+
+    With ``own`` relative to its weights, or a tenth of the mean layer's, whose squared length is returned too.
+    """
     steps, weights = [], []
     for layer in linear_layers(rule.model):
         moments = rule.moments(layer)
@@ -45,7 +49,9 @@ def parts(rule: qd.Riemannian, before: dict[Tensor, Tensor]) -> list[float]:
         weights.append(float((variance * before[layer.weight].square()).sum()) / len(w))
     usual = math.exp(sum(map(math.log, weights)) / len(weights))
     units = [layer.out_features for layer in linear_layers(rule.model)]
-    return [(x / n / max(w, usual)) ** 0.5 for x, n, w in zip(steps, units, weights)]
+    least = 0.01 * usual if own else usual
+    found = [(x / n / max(w, least)) ** 0.5 for x, n, w in zip(steps, units, weights)]
+    return (found, usual) if own else found
 
 
 def deep(dtype: torch.dtype = torch.float32) -> nn.Sequential:
@@ -83,6 +89,40 @@ def test_no_layer_moves_by_many_times_its_own_weights(factor: float) -> None:
         train(model, loss, rule, x, x)
         reached = max(reached, *parts(rule, before))
     assert 0.5 < reached / descent.LONGEST < 1.01
+
+
+def normed() -> nn.Sequential:
+    """A network with norms whose weights begin near zero."""
+    torch.manual_seed(0)
+    layers: list[nn.Module] = []
+    for inputs in (8, 16, 16):
+        layers += [nn.Linear(inputs, 16), nn.LayerNorm(16), nn.Tanh()]
+    model = nn.Sequential(*layers, nn.Linear(16, 3)).double()
+    for layer in linear_layers(model):
+        nn.init.normal_(layer.weight, std=0.02)
+    return model
+
+
+def test_in_a_network_with_norms_no_layer_moves_by_much_of_its_own_weights() -> None:
+    """Nor do the norms move by more than the others, though their gains are fifty times as large."""
+    model, loss = normed(), qd.Categorical()
+    rule = qd.Riemannian(model, loss, safeguard=None)
+    x, t = batch("categorical", 400, 8, 3)
+    norms = [layer for layer in model if isinstance(layer, nn.LayerNorm)]
+    reached = [0.0, 0.0]
+    for _ in range(4):
+        before = {p: p.detach().clone() for p in model.parameters()}
+        train(model, loss, rule, x, t)
+        own, usual = parts(rule, before, own=True)
+        reached[0] = max(reached[0], *own)
+        for norm in norms:
+            moments = rule.moments(norm)
+            assert moments.m00 is not None and moments.m0i is not None and moments.mii is not None
+            b, w = ((p - before[p]).detach() for p in (norm.bias, norm.weight))
+            form = moments.m00 * b**2 + 2 * moments.m0i.flatten() * b * w
+            form = form + moments.mii.flatten() * w**2
+            reached[1] = max(reached[1], float(form.mean() / usual) ** 0.5)
+    assert all(0.2 < x / descent.NORMED < 1.05 for x in reached)
 
 
 def test_layers_that_begin_at_zero_move() -> None:

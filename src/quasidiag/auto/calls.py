@@ -55,7 +55,8 @@ class Batch:
 
     ``weight`` is the factor of this loss in what was backpropagated, ``None`` before. ``values`` has the losses in
     float64 that were computed so far, by the part of the samples (``None`` for all); ``parts`` has the parts that were
-    chosen so far, by how many samples they have, and ``strata`` what they are chosen from, once it is known.
+    chosen so far, by how many samples they have, ``strata`` what they are chosen from and ``terms`` how many terms the loss
+    has, once these are known.
     """
 
     call: Call
@@ -68,6 +69,7 @@ class Batch:
     values: dict[Part | None, Tensor] = field(default_factory=dict)
     parts: dict[int, Part] = field(default_factory=dict)
     strata: Strata | None = None
+    terms: int | None = None
 
     @property
     def intact(self) -> bool:

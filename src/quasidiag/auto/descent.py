@@ -52,9 +52,10 @@ LONGER, SOON = 1.4, 100
 #: Relative difference up to which two fingerprints are those of the same samples, in whatever order.
 SAME = 1e-9
 #: No layer moves by more than ``LONGEST`` times its own weights, as lengths in the metric: one that hardly matters yet
-#: would move far, where nothing is linear any more. Its direction is shortened and measured again, up to ``ROUNDS``
-#: measurements in all.
-LONGEST, ROUNDS = 0.7, 3
+#: would move far, where nothing is linear any more. Among norms, which make up for how large weights are, the bound is
+#: ``NORMED``, and holds for layers with a small part of the others' weights as well, down to ``LEAST``. A direction is
+#: shortened for that and measured again, up to ``ROUNDS`` measurements in all.
+LONGEST, NORMED, LEAST, ROUNDS = 0.7, 0.3, 0.1, 3
 #: Relative change of the weight decay from which on the model is measured anew: by a factor of two.
 OTHERWISE = 0.5
 
@@ -404,6 +405,10 @@ def _excess(
     That is :math:`‖δ‖_M` over ``LONGEST`` times :math:`\sqrt{\text{units}}\, ρ`, the length of the layer's weights in the
     metric (:mod:`quasidiag.auto.proportions`). For a layer with a smaller :math:`ρ` than the mean, such as one that begins
     at zero, the mean counts, now or when training began, whichever is larger: a weight must be able to cross zero.
+
+    In a network with norms it is over ``NORMED`` times the layer's own weights, if they are not zero, or ``LEAST`` times the
+    mean, if that is more. The gains of norms, and lookup tables, which may be many times larger than other weights there,
+    count neither for themselves nor in the mean.
     """
     assert optimizer.auto is not None
     if not blocks:
@@ -411,7 +416,9 @@ def _excess(
     if known is None:
         known = weights(blocks, stacks_of(optimizer, blocks), optimizer.state)
     own = known.tolist()
-    logs = [math.log(x) for x in own if x > 0]
+    full = [block.adapter.full for block in blocks]
+    normed = any(full) and any(block.adapter.normalises for block in blocks)
+    logs = [math.log(x) for x, many in zip(own, full) if x > 0 and (many or not normed)]
     usual = math.exp(sum(logs) / len(logs)) if logs else math.nan  # then there is no bound
     if not optimizer.auto.footing and usual > 0:
         optimizer.auto.footing = usual
@@ -419,7 +426,13 @@ def _excess(
     moved = each[: len(blocks)].diagonal(dim1=1, dim2=2).clamp_min(0.0).sqrt()
     steps = (moved @ torch.tensor(best, dtype=torch.float64).abs()).tolist()
     units = [max(1, block.units) for block in blocks]
-    most = [LONGEST * math.sqrt(n * max(usual, x)) for n, x in zip(units, own)]
+    if normed:
+        floor = LEAST**2 * usual
+        counts = [max(x, floor) if many and x else usual for x, many in zip(own, full)]
+    else:
+        counts = [max(usual, x) for x in own]
+    longest = NORMED if normed else LONGEST
+    most = [longest * math.sqrt(n * x) for n, x in zip(units, counts)]
     excess = [step / x for step, x in zip(steps, most)]
     of = zip(blocks, means(excess, ranks))
     return {p: ratio for block, ratio in of if ratio > 1 for p in block.parameters}

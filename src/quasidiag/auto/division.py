@@ -12,23 +12,42 @@ import torch
 from torch import Tensor
 
 from quasidiag.auto.calls import Batch
+from quasidiag.auto.report import Report
 from quasidiag.auto.rerun import UNFIT, Rerun
 from quasidiag.outputs import OutputModel
 from quasidiag.strata import FEW, Part, Strata
 
-#: Outputs of more numbers are not looked at to find out how much each sample matters: it takes a second copy of them.
-LARGE = 2**24
+#: How much samples matter is not asked where there is more than this of a thing: numbers in the output, of which it takes a
+#: second copy, and terms of the loss in each sample (positions of a sequence), of which a few samples have enough.
+LARGE, LONG = 2**24, 32
 
 
 class Division:
-    """Divides minibatches, where the model can be run on a part of the samples."""
+    """Divides minibatches, where the model can be run on a part of the samples.
 
-    def __init__(self, rerun: Rerun, criterion: OutputModel) -> None:
-        self.rerun, self.criterion = rerun, criterion
-        #: Whether the model can be run on a part of the samples; ``None`` until that was tried.
-        self.divisible: bool | None = None
-        #: Whether a part then has the outputs in training mode that it has among all: not with dropout or a batch norm.
-        self.apart = False
+    What was found out about that is kept in ``report``, so that training that is resumed goes on as it would have.
+    """
+
+    def __init__(self, rerun: Rerun, criterion: OutputModel, report: Report) -> None:
+        self.rerun, self.criterion, self.report = rerun, criterion, report
+
+    @property
+    def divisible(self) -> bool | None:
+        """Whether the model can be run on a part of the samples; ``None`` until that was tried."""
+        return self.report.divisible
+
+    @divisible.setter
+    def divisible(self, value: bool | None) -> None:
+        self.report.divisible = value
+
+    @property
+    def apart(self) -> bool:
+        """Whether a part then has the outputs in training mode that it has among all: not with dropout or a batch norm."""
+        return self.report.apart
+
+    @apart.setter
+    def apart(self, value: bool) -> None:
+        self.report.apart = value
 
     def part(self, batch: Batch, share: float) -> Part | None:
         """The samples that make up a share, or ``None`` where the model needs all of them."""
@@ -45,7 +64,8 @@ class Division:
     def strata(self, batch: Batch) -> Strata | None:
         """The samples by how much they matter.
 
-        ``None`` where they are few, where their outputs are not those that they have among all, and for large outputs.
+        ``None`` where they are few, where their outputs are not those that they have among all, where outputs are large and
+        where each has many terms of the loss.
         """
         samples = self._samples(batch)
         if samples < 2 * FEW or batch.output.numel() > LARGE:
@@ -53,6 +73,8 @@ class Division:
         if not (self._looked(batch, samples) and self.apart):
             return None
         if batch.strata is None:
+            if self.terms(batch) > LONG * samples:
+                return None
             batch.strata = Strata(self._derivatives(batch).reshape(samples, -1))
         return batch.strata
 
@@ -64,6 +86,12 @@ class Division:
         )
         counted = self.criterion.counted(output, target)
         return residual if counted is None else torch.where(counted, residual, 0.0)
+
+    def terms(self, batch: Batch) -> int:
+        """How many terms the loss of a minibatch is the mean of."""
+        if batch.terms is None:
+            batch.terms = int(self.criterion.terms(batch.output, batch.target))
+        return batch.terms
 
     @staticmethod
     def _samples(batch: Batch) -> int:

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import math
 import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -215,7 +215,8 @@ class QuadraticModel:
         """
         step = parabola.step
         slope, promised = float(parabola.slopes @ step), parabola.change(step)
-        now, after = self._compared(after_step(directions, step.tolist()), ranks, True).tolist()
+        tried = self._compared(after_step(directions, step.tolist()), ranks, self._trial)
+        now, after = tried.tolist()
         change = after - now
         if not math.isfinite(now) or change <= TRUE * promised:
             return 1.0
@@ -316,27 +317,32 @@ class QuadraticModel:
         criterion: OutputModel = self.replay.criterion
         share = self._measured(batch)
         output, target, moved = self.replay.tangents(batch, directions, share)
-        alike, part = self.replay.alike(batch, output, share), self.replay.part(batch, share)
+        division, part = self.replay.division, self.replay.part(batch, share)
+        alike = division.alike(batch, output, part)
         dtype = torch.promote_types(output.dtype, torch.float32)
         output, moved = output.to(dtype), [u.to(dtype) for u in moved]
         counted = criterion.counted(output, target)
         if counted is not None:
             moved = [torch.where(counted, u, 0.0) for u in moved]
         residual, terms = criterion.residual(output, target), criterion.terms(output, target)
-        if part is not None and not part.equal:
+        if counted is not None:
+            residual = torch.where(counted, residual, 0.0)
+        if part is not None and part.chosen:
             root = part.weights(output).sqrt()
             moved, residual = [u * root for u in moved], residual * root
             terms = self.replay.terms(batch)
         rows = [torch.stack([criterion.inner(output, u, v) for v in moved]) for u in moved]
-        slopes = torch.where(alike, torch.stack([(residual * u).sum() for u in moved]), math.nan)
-        *forms, slopes = (torch.stack([*rows, slopes]).double() / max(1, int(terms))).cpu()
-        if slopes.isnan().any():
-            self.replay.division.apart = False
-        return torch.stack(forms), slopes
+        slopes = torch.stack([(residual * u).sum() for u in moved])
+        same = alike.to(slopes.dtype).expand_as(slopes)
+        *forms, slopes, same = torch.stack([*rows, slopes, same]).double().cpu()
+        if not same.any():
+            division.apart = False
+        found = torch.stack(forms), torch.where(same > 0, slopes, math.nan)
+        return found[0] / max(1, int(terms)), found[1] / max(1, int(terms))
 
     def _measured(self, batch: Batch) -> float:
         """The share of a minibatch that the model is measured on."""
-        terms, strata = max(1, self.replay.terms(batch)), self.replay.strata(batch)
+        terms, strata = max(1, self.replay.terms(batch)), self.replay.division.strata(batch)
         share = self.share
         if share is None:
             share = min(SHARE if strata is None else EIGHTH, MOST / terms)
@@ -407,24 +413,29 @@ class QuadraticModel:
         room = there - float(mean(torch.tensor(least, dtype=torch.float64), ranks))
         return (now - there) / room if room > 0 else math.nan
 
-    def _compared(self, start: Direction, ranks: Any, tried: bool = False) -> Tensor:
+    def _compared(
+        self, start: Direction, ranks: Any, share: Callable[[Batch], float] | None = None
+    ) -> Tensor:
         """The loss now and with the parameters ``start``, weight decay included, averaged over ranks.
 
-        If they are ``tried``, by the samples that the model is measured on, where these are chosen by how much they matter.
+        By a ``share`` of each minibatch, which is the jury unless it is given.
         """
-        penalties = [self.penalty.now, self.penalty.value(start)]
+        penalties, share = [self.penalty.now, self.penalty.value(start)], share or self._jury
         pairs = [
-            torch.stack(self.replay.values(batch, start, self._jury(batch, tried))) * weight
+            torch.stack(self.replay.values(batch, start, share(batch))) * weight
             for weight, batch in self.replay.weighted()
         ]
         losses = torch.stack(pairs).sum(0).cpu() + torch.tensor(penalties, dtype=torch.float64)
         return mean(losses, ranks)
 
-    def _jury(self, batch: Batch, tried: bool) -> float:
-        """The share of a minibatch that judges steps, or that tries them."""
-        terms, strata = self.replay.terms(batch), self.replay.strata(batch)
-        if strata is not None and tried:
-            return self._measured(batch)
+    def _trial(self, batch: Batch) -> float:
+        """The share of a minibatch that tries steps: what the model is measured on, if it is chosen by what matters."""
+        chosen = self.replay.division.strata(batch) is not None
+        return self._measured(batch) if chosen else self._jury(batch)
+
+    def _jury(self, batch: Batch) -> float:
+        """The share of a minibatch that judges steps."""
+        terms, strata = self.replay.terms(batch), self.replay.division.strata(batch)
         share = JUDGES / terms if terms >= 2 * JUDGES else 1.0
         if strata is not None and (few := strata.enough) < strata.samples:
             share = min(share, few / strata.samples)

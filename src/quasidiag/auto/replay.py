@@ -17,13 +17,14 @@ from quasidiag.auto.calls import Batch, Call, changed, versions
 from quasidiag.auto.directions import Direction
 from quasidiag.auto.division import Division
 from quasidiag.auto.fingerprint import fingerprint
+from quasidiag.auto.report import Report
 from quasidiag.auto.rerun import UNFIT, Moved, Rerun
 from quasidiag.auto.standing_in import doubled, standing_in
 from quasidiag.auto.witness import Witness
 from quasidiag.layers.composite import Surroundings
 from quasidiag.outputs import OutputModel
 from quasidiag.probe import Hook, Loan, Loans, Outside, below, leaf, reaches, tensors
-from quasidiag.strata import Part, Strata
+from quasidiag.strata import Part
 
 #: On a CPU so many numbers of the outputs are converted to float64 at a time: new memory costs more than arithmetic.
 AT_ONCE = 2**16
@@ -41,15 +42,19 @@ class Replay:
 
     Only minibatches that are part of the current gradients of ``parameters`` count: a backward pass that finds every
     ``.grad`` to be ``None`` (not zeros) starts anew. A minibatch that was not backpropagated is held by its graph alone,
-    and is freed with it.
+    and is freed with it. ``report`` keeps what was found about its samples.
     """
 
     def __init__(
-        self, model: nn.Module, criterion: OutputModel, parameters: Sequence[Tensor]
+        self,
+        model: nn.Module,
+        criterion: OutputModel,
+        parameters: Sequence[Tensor],
+        report: Report | None = None,
     ) -> None:
         self.model, self.criterion, self.parameters = model, criterion, parameters
         self.rerun = Rerun(model)
-        self.division = Division(self.rerun, criterion)
+        self.division = Division(self.rerun, criterion, report or Report())
         self._calls, self._judgements = Loans(), Loans()
         #: The last call, kept alive here because its outputs may have no graph to hold it.
         self._last: Loan | None = None
@@ -214,37 +219,30 @@ class Replay:
         """The samples that make up a share, or ``None`` where the model needs all of them."""
         return self.division.part(batch, share)
 
-    def strata(self, batch: Batch) -> Strata | None:
-        """The samples by how much they matter, or ``None`` where a part is not chosen by that."""
-        return self.division.strata(batch)
-
-    def alike(self, batch: Batch, output: Tensor, share: float) -> Tensor:
-        """Whether the output of a share is that of the training pass: not if other dropout masks were drawn for it, say."""
-        return self.division.alike(batch, output, self.part(batch, share))
-
     def terms(self, batch: Batch, share: float = 1.0) -> int:
         """How many terms the loss of a share of a minibatch is the mean of."""
-        output, target = batch.output, batch.target
         part = self.part(batch, share)
-        if part is not None:
-            # Only the number of rows and the targets matter here, so any rows of the output do, without a copy.
-            output = output[: len(output) // part.samples * part.kept]
-            target = part.rows(target)
-        return int(self.criterion.terms(output, target))
+        if part is None:
+            return self.division.terms(batch)
+        # Only the number of rows and the targets matter here, so any rows of the output do, without a copy.
+        output = batch.output[: len(batch.output) // part.samples * part.kept]
+        return int(self.criterion.terms(output, part.rows(batch.target)))
 
     def values(self, batch: Batch, start: Direction, share: float = 1.0) -> tuple[Tensor, Tensor]:
         """The loss of a share of a minibatch as it was, and with the parameters ``start`` in the place of the model's.
 
-        In float64 from the outputs on: the constants in a loss would, in float32, hide what a small step does. For a part
-        of the samples both losses are computed anew, because its dropout masks and batch statistics are not those of all.
+        In float64 from the outputs on: the constants in a loss would, in float32, hide what a small step does. Where
+        dropout masks or batch statistics of a part of the samples are not those of all, both losses are computed anew.
         """
         part = self.part(batch, share)
-        now = self._now(batch, part)
-        if now is None:
-            self.division.divisible, part = False, None
-            now = self._now(batch, None)
+        if part is not None:
+            now, output = self._now(batch, part), self.rerun.tried(batch, part, start)
+            if now is not None and output is not None:
+                return now, self._loss(output, batch, part, start)
+            self.division.divisible = False
+        now = self._now(batch, None)
         assert now is not None
-        return now, self._loss(self.rerun.run(batch, start, part), batch, part, start)
+        return now, self._loss(self.rerun.run(batch, start), batch, None, start)
 
     def _now(self, batch: Batch, part: Part | None) -> Tensor | None:
         """The loss of a part as it was, computed once and then kept; ``None`` if the model does not run on that part."""

@@ -82,6 +82,8 @@ class Report:
         further: Logarithm of how much further each layer goes because of its echo.
         proportions: Factor of each layer's direction, by its weights, its units and its echo.
         forms: Averages of :math:`u^⊤Fv / \sqrt{u^⊤Mu\; v^⊤Mv}`, by the names of the directions :math:`u` and :math:`v`.
+        divisible: Whether the model can be run on a part of the samples; ``None`` until that was tried.
+        apart: Whether these then have the outputs that they have among all, in training mode.
     """
 
     alpha: float = 0.0
@@ -131,6 +133,8 @@ class Report:
     further: list[float] = field(default_factory=list)
     proportions: list[float] = field(default_factory=list)
     forms: dict[str, float] = field(default_factory=dict)
+    divisible: bool | None = None
+    apart: bool = False
 
     @classmethod
     def saved(cls, kept: Mapping[str, Any]) -> Report:

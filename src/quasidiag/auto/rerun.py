@@ -10,6 +10,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, ExitStack, nullcontext
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -53,10 +54,12 @@ class Rerun:
         duals = [self._dual(batch, u, part) for u in directions]
         return duals[0][0], target, [tangent for _, tangent in duals]
 
-    def tried(self, batch: Batch, part: Part) -> Tensor | None:
-        """The output for a part of the samples at the current parameters; ``None`` if the model does not run on it."""
+    def tried(
+        self, batch: Batch, part: Part, parameters: Direction = MappingProxyType({})
+    ) -> Tensor | None:
+        """The output for a part of the samples, as :meth:`run`; ``None`` if the model does not run on it."""
         try:
-            return self.run(batch, {}, part)
+            return self.run(batch, parameters, part)
         except torch.cuda.OutOfMemoryError:
             raise
         except (RuntimeError, *UNFIT):

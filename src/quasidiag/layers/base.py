@@ -40,6 +40,8 @@ class Adapter:
     shiftable: bool = False
     #: Whether a unit's full block holds more than its diagonal and bias row.
     full: bool = True
+    #: Whether the layer normalises its input, so that it hardly matters how large the weights before it are.
+    normalises: bool = False
 
     def activity(self, module: nn.Module, args: tuple[Any, ...]) -> Tensor:
         """The input that the weights multiply, with the batch first."""

@@ -22,6 +22,7 @@ class NormAdapter(Adapter, ABC):
     """What the normalisations have in common; a subclass gives :meth:`normalise` and :meth:`channels`."""
 
     full = False
+    normalises = True
 
     @abstractmethod
     def normalise(self, module: Any, x: Tensor) -> Tensor:
