@@ -503,7 +503,7 @@ def test_a_large_minibatch_is_judged_by_what_counts(labelled: slice) -> None:
     model, loss = mlp(4, 8, 3), qd.Categorical()
     optimizer = qd.Riemannian(model, loss, step_every=1)
     assert optimizer.auto is not None
-    optimizer.auto.divisible = True  # and not apart: then samples are not chosen
+    optimizer.auto.looked = optimizer.auto.divisible = True  # not apart: samples are not chosen
     x, t = batch("categorical", 4 * JUDGES, 4, 3)
     t = torch.full_like(t, -100).index_put((torch.arange(len(t))[labelled],), t[labelled])
     train(optimizer, x, t, 3)

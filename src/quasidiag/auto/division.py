@@ -34,11 +34,11 @@ class Division:
     @property
     def divisible(self) -> bool | None:
         """Whether the model can be run on a part of the samples; ``None`` until that was tried."""
-        return self.report.divisible
+        return self.report.divisible if self.report.looked else None
 
     @divisible.setter
-    def divisible(self, value: bool | None) -> None:
-        self.report.divisible = value
+    def divisible(self, value: bool) -> None:
+        self.report.looked, self.report.divisible = True, value
 
     @property
     def apart(self) -> bool:
@@ -105,12 +105,12 @@ class Division:
 
     def _looked(self, batch: Batch, samples: int) -> bool:
         """Whether the model can be run on a part of the samples, tried on a half of them the first time."""
-        if self.divisible is None:
+        if not self.report.looked:
             half = Part.even(samples, math.ceil(samples / 2), batch.output.device)
             self.divisible = self._independent(batch, half)
             output = self.rerun.tried(batch, half) if self.divisible else None
             self.apart = output is not None and bool(self.alike(batch, output, half))
-        return self.divisible
+        return self.report.divisible
 
     def _independent(self, batch: Batch, part: Part) -> bool:
         """Whether a part of the samples, run alone in eval mode, gives the outputs that it has among all samples.

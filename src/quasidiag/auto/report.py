@@ -82,7 +82,8 @@ class Report:
         further: Logarithm of how much further each layer goes because of its echo.
         proportions: Factor of each layer's direction, by its weights, its units and its echo.
         forms: Averages of :math:`u^⊤Fv / \sqrt{u^⊤Mu\; v^⊤Mv}`, by the names of the directions :math:`u` and :math:`v`.
-        divisible: Whether the model can be run on a part of the samples; ``None`` until that was tried.
+        looked: Whether it was tried to run the model on a part of the samples.
+        divisible: Whether it can be.
         apart: Whether these then have the outputs that they have among all, in training mode.
     """
 
@@ -133,7 +134,8 @@ class Report:
     further: list[float] = field(default_factory=list)
     proportions: list[float] = field(default_factory=list)
     forms: dict[str, float] = field(default_factory=dict)
-    divisible: bool | None = None
+    looked: bool = False
+    divisible: bool = False
     apart: bool = False
 
     @classmethod
