@@ -334,11 +334,11 @@ class QuadraticModel:
         rows = [torch.stack([criterion.inner(output, u, v) for v in moved]) for u in moved]
         slopes = torch.stack([(residual * u).sum() for u in moved])
         same = alike.to(slopes.dtype).expand_as(slopes)
-        *forms, slopes, same = torch.stack([*rows, slopes, same]).double().cpu()
-        if not same.any():
-            division.apart = False
-        found = torch.stack(forms), torch.where(same > 0, slopes, math.nan)
-        return found[0] / max(1, int(terms)), found[1] / max(1, int(terms))
+        found = torch.stack([*rows, slopes, same]).double().cpu()  # one copy from the device
+        *forms, slopes = found[:-1] / max(1, int(terms))
+        if not found[-1].any():
+            division.apart, slopes = False, torch.full_like(slopes, math.nan)
+        return torch.stack(forms), slopes
 
     def _measured(self, batch: Batch) -> float:
         """The share of a minibatch that the model is measured on."""
