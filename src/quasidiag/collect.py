@@ -95,7 +95,8 @@ class Collector:
         self.fraction = 1.0 if fraction is None else fraction
         self.loss_reduction, self.loss_scale = loss_reduction, loss_scale
         #: Whether samples are chosen by how much they matter.
-        self.chooses = fraction is None and metric == "monte-carlo" and samples == 1
+        single = metric == "monte-carlo" and samples == 1
+        self.chooses = fraction is None and single and sharing == "expand"
         self.seed, self.sharing, self.before_pass = seed, sharing, before_pass
         self.generator: Generator | None = None
         #: The records of the last backward pass; those of earlier ones since the step are in :mod:`quasidiag.sums`.
@@ -356,12 +357,7 @@ class Collector:
 
     def _chosen(self, vector: Tensor, samples: int) -> Part | None:
         """The samples that enter the metric, by how much each matters; ``None`` for all."""
-        if (
-            not self.chooses
-            or self.sharing != "expand"
-            or samples < 2 * FEW
-            or len(vector) % samples
-        ):
+        if not self.chooses or samples < 2 * FEW or len(vector) % samples:
             return None
         strata = Strata(vector.reshape(samples, -1))
         return None if strata.enough == samples else strata.part(strata.enough)

@@ -437,8 +437,8 @@ class QuadraticModel:
         """The share of a minibatch that judges steps."""
         terms, strata = self.replay.terms(batch), self.replay.division.strata(batch)
         share = JUDGES / terms if terms >= 2 * JUDGES else 1.0
-        if strata is not None and (few := strata.enough) < strata.samples:
-            share = min(share, few / strata.samples)
+        if strata is not None:
+            share = min(share, strata.enough / strata.samples)
         return self._counting(batch, share, terms)
 
     def _counting(self, batch: Batch, share: float, terms: int) -> float:
