@@ -15,7 +15,7 @@ from torch import Tensor
 import quasidiag as qd
 from quasidiag import kernels, moments, reductions
 from quasidiag.auto.orthogonal import ENTIRE, POLES
-from quasidiag.kernels import Averaging, Squares, Wanted, native
+from quasidiag.kernels import Averaging, Squares, Wanted, building, native
 from quasidiag.kernels.rule import Rule
 from quasidiag.moments import Moments
 from quasidiag.root import quasi_diagonal
@@ -408,7 +408,7 @@ def test_without_a_home(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None
 
     monkeypatch.setattr(Path, "home", nowhere)
     monkeypatch.setenv("QUASIDIAG_CACHE", str(tmp_path))
-    assert native._cache() == tmp_path
+    assert building._cache() == tmp_path
     monkeypatch.delenv("QUASIDIAG_CACHE")
     monkeypatch.delenv("XDG_CACHE_HOME", raising=False)
     assert native.library.__wrapped__() is None

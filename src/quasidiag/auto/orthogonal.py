@@ -72,7 +72,7 @@ def newton_schulz(matrices: Tensor) -> Tensor:
     return x[..., : matrices.shape[-2], : matrices.shape[-1]]
 
 
-def by_poles(matrices: Tensor) -> Tensor:
+def by_poles(matrices: Tensor, half: bool = False) -> Tensor:
     r"""About :math:`P Q^⊤` for every :math:`U = P Σ Q^⊤`, from inverses of its Gram matrix.
 
     .. math:: \Bigl(r + \sum_j r_j (G + s_j)^{-1}\Bigr) X, \qquad G = X X^⊤, \quad X = U/‖U‖_4 .
@@ -80,8 +80,12 @@ def by_poles(matrices: Tensor) -> Tensor:
     Singular values of more than 0.004 :math:`‖U‖_4` come within 12 % of one. For a square matrix this takes a seventh of
     the multiplications of :func:`newton_schulz`, but a GPU is slow at inverses. An inverse that rounding has spoilt, which
     shows in pivots of less than half the shift :math:`s_j`, is left out.
+
+    If ``half``, :math:`X` and what multiplies it are rounded to bfloat16, and sums are not: as the compiled code does on
+    processors that multiply in bfloat16 (``kernels/orthogonal.c``). It moves the result by a few per cent.
     """
     x, tall = _prepared(matrices)
+    x = _rounded(x) if half else x
     gram = x @ x.mT
     bound = torch.linalg.matrix_norm(gram, keepdim=True).clamp_min(1.0)  # less: a matrix of zeros
     gram, one = gram / bound, torch.eye(gram.shape[-1], dtype=gram.dtype, device=gram.device)
@@ -91,8 +95,13 @@ def by_poles(matrices: Tensor) -> Tensor:
         least = factor.diagonal(dim1=-2, dim2=-1).amin(-1).square()
         sound = ((failed == 0) & (least > s / 2))[..., None, None]
         product = product + torch.where(sound, r * torch.cholesky_inverse(factor), 0.0)
-    x = (product / bound.sqrt()) @ x
+    product = product / bound.sqrt()
+    x = (_rounded(product) if half else product) @ x
     return x.mT if tall else x
+
+
+def _rounded(x: Tensor) -> Tensor:
+    return x.bfloat16().to(x.dtype)
 
 
 def _by_eights(x: Tensor) -> Tensor:

@@ -1,6 +1,6 @@
 /* The elementwise work of a step on a CPU, each in one pass over memory.
  *
- * Compiled at first use by native.py; the oracles are quasidiag.reductions, quasidiag.moments, quasidiag.root and, in
+ * Compiled at first use (building.py); the oracles are quasidiag.reductions, quasidiag.moments, quasidiag.root and, in
  * quasidiag.auto, proportions, proposal, moving, rest and directions. Rows are divided among as many threads as torch may
  * use.
  */

@@ -1,37 +1,32 @@
-"""The CPU kernels of a step, compiled at first use from the C files in this folder.
+"""The CPU kernels of a step, compiled at first use (:mod:`quasidiag.kernels.building`).
 
-The system's C compiler runs once (two seconds), and the result is kept in the user's cache. Where there is no compiler,
-or tensors are not plain float32 on a CPU, every function here returns ``None`` or ``False``. The caller then runs its
-eager code, which is also the oracle that the tests compare with.
+Where there is no compiler, or tensors are not plain float32 on a CPU, every function here returns ``None`` or ``False``.
+The caller then runs its eager code, which is also the oracle that the tests compare with.
 
-``QUASIDIAG_NATIVE=0`` in the environment turns it off, ``QUASIDIAG_CACHE`` says where compiled code is kept.
+``QUASIDIAG_NATIVE=0`` in the environment turns it off.
 """
 
 from __future__ import annotations
 
 import ctypes
 import functools
-import hashlib
 import math
 import os
 import platform
-import shlex
 import shutil
 import subprocess
-import tempfile
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from quasidiag.kernels.building import FLAGS, built
 from quasidiag.kernels.rule import Rule
 from quasidiag.kernels.squares import Squares
 from quasidiag.kernels.wanted import Averaging, Found, Lengths, Wanted
 from quasidiag.moments import PLAIN, Moments, smallest
 
-SOURCES = "native", "orthogonal", "direction", "products"
 SMALLEST = smallest(torch.float32)
 #: Layers of fewer numbers than this are left to eager code by kernels that would not save many calls.
 LEAST = 4_096
@@ -40,10 +35,6 @@ LEAST = 4_096
 NARROW, LONG = 16, 4_096
 
 _FLOAT32 = torch.float32
-_FLAGS = {
-    "AVX512": ["-mavx512f", "-mavx512bw", "-mavx512dq", "-mavx512vl", "-mavx2", "-mfma"],
-    "AVX2": ["-mavx2", "-mfma"],
-}
 
 
 class _Rule(ctypes.Structure):
@@ -87,7 +78,7 @@ _SIGNATURES: dict[str, list[Any]] = {
     "qd_finite": [_SIZE, *[_POINTER] * 3],
     "qd_root": [_SIZE, _SIZE, _SIZE, *[_POINTER] * 8],
     "qd_lengths": [_SIZE, _POINTER, ctypes.c_double],
-    "qd_directions": [_SIZE, _POINTER, _FLOAT, _POINTER, _POINTER, _SIZE],
+    "qd_directions": [_SIZE, _POINTER, _FLOAT, _POINTER, _POINTER, _SIZE, _FLAG],
     "qd_products": [_SIZE, _SIZE, _SIZE, *[_POINTER] * 6, *[_FLOAT] * 4, *[_POINTER] * 4, _Rule],
 }
 
@@ -101,7 +92,7 @@ def library() -> ctypes.CDLL | None:
     if compiler is None:
         return None
     try:
-        found = ctypes.CDLL(str(_build(compiler)))
+        found = ctypes.CDLL(str(built(compiler)))
     except (OSError, RuntimeError, subprocess.SubprocessError):  # RuntimeError: no home directory
         return None
     for name, types in _SIGNATURES.items():
@@ -118,55 +109,14 @@ def multiplies() -> bool:
 @functools.cache
 def vectors() -> bool:
     """Whether to use ``direction.c``: it is written for AVX2 and AVX-512."""
-    return torch.backends.cpu.get_cpu_capability() in _FLAGS
+    return torch.backends.cpu.get_cpu_capability() in FLAGS
 
 
-def _build(compiler: str) -> Path:
-    """The shared library for this processor, from the cache if it is there."""
-    folder = Path(__file__).parent
-    sources = [folder / f"{name}.c" for name in SOURCES]
-    capability = torch.backends.cpu.get_cpu_capability()
-    flags = ["-O3", "-fopenmp", "-ffp-contract=fast", "-fno-math-errno", "-fno-trapping-math"]
-    flags += ["-fPIC", *_FLAGS.get(capability, [])]
-    runtime = _openmp()
-    key = " ".join([platform.machine(), compiler, *flags, runtime]).encode()
-    key += b"".join(path.read_bytes() for path in [*sources, *sorted(folder.glob("*.h"))])
-    name = f"native-{hashlib.sha256(key).hexdigest()[:16]}.so"
-    cache = _cache()
-    target = cache / name
-    if not target.exists():
-        with tempfile.TemporaryDirectory(dir=cache) as scratch:
-            built, objects = Path(scratch) / name, [f"{path.stem}.o" for path in sources]
-            for command in (
-                ["-c", *flags, *map(str, sources)],
-                ["-shared", *objects, runtime, "-lm", "-o", name],
-            ):
-                subprocess.run(
-                    [*shlex.split(compiler), *command],
-                    check=True,
-                    capture_output=True,
-                    timeout=60,
-                    cwd=scratch,
-                )
-            built.replace(target)  # atomic: another process sees all of it or nothing
-    return target
-
-
-def _openmp() -> str:
-    """The OpenMP library that torch uses, as a linker argument: the threads of a second one would compete with torch's."""
-    maps = Path("/proc/self/maps").read_text().splitlines()
-    loaded = sorted({path for line in maps if "libgomp" in (path := line.split(maxsplit=5)[-1])})
-    torchs = [path for path in loaded if {"torch", "torch.libs"} & {*Path(path).parts[-3:]}]
-    return (torchs or loaded or ["-lgomp"])[0]
-
-
-def _cache() -> Path:
-    if given := os.environ.get("QUASIDIAG_CACHE"):
-        folder = Path(given)
-    else:
-        folder = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "quasidiag"
-    folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-    return folder
+@functools.cache
+def pairs() -> bool:
+    """Whether ``direction.c`` multiplies in bfloat16: where a processor does, it is exact enough for a direction."""
+    compiled = library()
+    return compiled is not None and bool(compiled.qd_pairs())
 
 
 def usable(size: int, *tensors: Tensor | None) -> bool:
@@ -422,7 +372,7 @@ class Directions:
         for to, w in zip(self._every, found):
             to.w0, to.wi = _pair(w)
         at = ctypes.addressof(self._every)
-        if not _call("qd_directions", len(found), at, *self._rational):
+        if not _call("qd_directions", len(found), at, *self._rational, pairs()):
             return None
         return [Found(w, layers.slope) for w, layers in zip(found, self._every)]
 

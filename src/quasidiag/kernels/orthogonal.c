@@ -6,6 +6,9 @@
  *
  * The inverses and products are our own, to save what a library would do: compute both halves of a symmetric matrix, and
  * make a call for each of many small matrices. Every number is summed in the same order on any number of threads.
+ *
+ * A processor that multiplies bfloat16 faster gets both factors of the products rounded to it, in pairs: a word holds the
+ * numbers of a column in two rows that follow each other. Sums and inverses are of floats all the same.
  */
 #include <math.h>
 #include <stdint.h>
@@ -40,20 +43,64 @@ __attribute__((noinline)) static void multiply(int64_t k, const float *x, int64_
         for (int h = 0; h < 2; h++) *(vector *)(c + i * cs + h * LANES) = sum[i][h];
 }
 
+#ifdef PAIRS
+int qd_pairs(void) { return __builtin_cpu_supports("avx512bf16"); }
+
+/* As `multiply`, of `k` rows of pairs. */
+__attribute__((noinline, target("avx512bf16"))) static void multiply_pairs(int64_t k, const float *x, int64_t xs,
+                                                                            const float *y, int64_t ys, int more,
+                                                                            float *c, int64_t cs) {
+    __m512 sum[ROWS][2];
+#pragma GCC unroll 16
+    for (int i = 0; i < ROWS; i++)
+        for (int h = 0; h < 2; h++) sum[i][h] = more ? _mm512_load_ps(c + i * cs + h * LANES) : _mm512_setzero_ps();
+#pragma GCC unroll 4
+    for (int64_t s = 0; s < k; s++, x += xs, y += ys) {
+        const __m512bh left = (__m512bh)_mm512_load_ps(y), right = (__m512bh)_mm512_load_ps(y + LANES);
+#pragma GCC unroll 16
+        for (int i = 0; i < ROWS; i++) {
+            const __m512bh both = (__m512bh)_mm512_set1_ps(x[i]);
+            sum[i][0] = _mm512_dpbf16_ps(sum[i][0], both, left);
+            sum[i][1] = _mm512_dpbf16_ps(sum[i][1], both, right);
+        }
+    }
+#pragma GCC unroll 16
+    for (int i = 0; i < ROWS; i++)
+        for (int h = 0; h < 2; h++) _mm512_store_ps(c + i * cs + h * LANES, sum[i][h]);
+}
+
+/* The pairs of two rows, of WIDTH columns. They may take the place of a row. */
+__attribute__((target("avx512bf16"))) static void pair(float *to, const float *first, const float *second) {
+    for (int64_t j = 0; j < WIDTH; j += LANES) {
+        const __m512i low = _mm512_cvtepu16_epi32((__m256i)_mm512_cvtneps_pbh(_mm512_load_ps(first + j)));
+        const __m512i high = _mm512_cvtepu16_epi32((__m256i)_mm512_cvtneps_pbh(_mm512_load_ps(second + j)));
+        _mm512_store_si512(to + j, _mm512_or_si512(low, _mm512_slli_epi32(high, 16)));
+    }
+}
+#else
+int qd_pairs(void) { return 0; }
+static void multiply_pairs(int64_t k, const float *x, int64_t xs, const float *y, int64_t ys, int more, float *c,
+                           int64_t cs) {}
+static void pair(float *to, const float *first, const float *second) {}
+#endif
+
+/* How many rows `rows` rows are in a product. */
+static int64_t lines(const problem *m, int64_t rows) { return m->pairs ? parts(rows, 2) : rows; }
+
 /* G <- X X^T of every matrix, from X^T; only the tiles on the diagonal and above. Up to DEPTH columns at a time are summed
  * separately: else the rounding errors of many columns that are alike could exceed the smallest shift. */
 static void square(const problem *m) {
-    const int64_t stride = m->stride, depth = parts(m->n, parts(m->n, DEPTH));
+    const int64_t stride = m->stride, n = lines(m, m->n), depth = parts(n, parts(n, DEPTH));
 #pragma omp for schedule(dynamic)
     for (int64_t i = 0; i < m->count * m->panels; i++) {
         const int64_t which = i % m->count, column = (m->panels - 1 - i / m->count) * WIDTH; /* long ones first */
-        const float *x = m->packed + which * m->n * stride;
+        const float *x = m->packed + which * n * stride;
         float tile[ROWS * WIDTH] __attribute__((aligned(64)));
-        for (int64_t s = 0; s < m->n; s += depth)
+        for (int64_t s = 0; s < n; s += depth)
             for (int64_t row = 0; row < least(m->side, column + WIDTH); row += ROWS) {
                 float *c = m->gram + which * m->size + row * stride + column;
-                multiply(least(depth, m->n - s), x + s * stride + row, stride, x + s * stride + column, stride, 0, tile,
-                         WIDTH);
+                (m->pairs ? multiply_pairs : multiply)(least(depth, n - s), x + s * stride + row, stride,
+                                                       x + s * stride + column, stride, 0, tile, WIDTH);
                 for (int64_t r = 0; r < ROWS; r++)
 #pragma omp simd
                     for (int64_t j = 0; j < WIDTH; j++) c[r * stride + j] = tile[r * WIDTH + j] + (s ? c[r * stride + j] : 0);
@@ -178,13 +225,15 @@ static void invert(const problem *m, const rational *r) {
     }
 }
 
-/* Writes the sum that X is to be multiplied by into the place of G, both halves: square by square, each also transposed. */
+/* Writes the sum that X is to be multiplied by, over the root of the bound, into the place of G, both halves: square by
+ * square, each also transposed. */
 static void combine(const problem *m, const rational *r) {
     const int64_t stride = m->stride, squares = parts(m->side, LINE);
 #pragma omp for schedule(static)
     for (int64_t at = 0; at < m->count * squares; at++) {
         const int64_t which = at / squares, top = at % squares * LINE, bottom = least(top + LINE, m->side);
         const float *from = m->shifted + which * m->poles * m->size, *counts = m->counts + which * m->poles;
+        const float by = 1 / sqrtf(m->bound[which]);
         float *to = m->gram + which * m->size;
         for (int64_t left = top; left < m->side; left += LINE)
             for (int64_t i = top; i < bottom; i++) {
@@ -194,8 +243,8 @@ static void combine(const problem *m, const rational *r) {
                         sum[j] += counts[pole] * from[pole * m->size + i * stride + left + j];
                 if (left == top) sum[i - top] += r->whole;
                 for (int64_t j = left == top ? i - top : 0; j < LINE; j++) {
-                    to[i * stride + left + j] = sum[j];
-                    if (left + j < m->side) to[(left + j) * stride + i] = sum[j];
+                    to[i * stride + left + j] = by * sum[j];
+                    if (left + j < m->side) to[(left + j) * stride + i] = by * sum[j];
                 }
             }
     }
@@ -217,6 +266,22 @@ static void take(float *to, int64_t stride, const float *from, int64_t row, int6
             for (int64_t j = 0; j < WIDTH; j++)
                 for (int64_t r = 0; r < few; r++) to[r * stride + j] = j < there ? by * from[r + j * column] : 0;
         }
+}
+
+/* As `take`, of what is to be multiplied: in pairs, if `m` has it so. */
+static void take_lines(const problem *m, float *to, int64_t stride, const float *from, int64_t row, int64_t column,
+                       int64_t rows, int64_t there, float by) {
+    if (!m->pairs) {
+        take(to, stride, from, row, column, rows, there, by);
+        return;
+    }
+    float few[LINE][WIDTH] __attribute__((aligned(64)));
+    for (int64_t first = 0; first < rows; first += LINE, from += LINE * row) {
+        const int64_t some = least(LINE, rows - first);
+        if (some % 2) memset(few[some], 0, sizeof few[some]);
+        take(few[0], WIDTH, from, row, column, some, there, by);
+        for (int64_t r = 0; r < some; r += 2, to += stride) pair(to, few[r], few[r + 1]);
+    }
 }
 
 /* The largest absolute entry of each panel of rows. */
@@ -249,28 +314,41 @@ static void pack(const problem *m) {
 #pragma omp for schedule(static)
     for (int64_t i = 0; i < m->count * m->panels; i++) {
         const int64_t which = i / m->panels, first = i % m->panels * WIDTH;
-        take(m->packed + which * m->n * m->stride + first, m->stride, m->x + which * m->g * m->n + first * m->row,
-             m->column, m->row, m->n, least(WIDTH, m->g - first), scale(m, which));
+        take_lines(m, m->packed + which * lines(m, m->n) * m->stride + first, m->stride,
+                   m->x + which * m->g * m->n + first * m->row, m->column, m->row, m->n, least(WIDTH, m->g - first),
+                   scale(m, which));
+    }
+}
+
+/* Brings the sum in the place of G into pairs. */
+static void couple(const problem *m) {
+#pragma omp for schedule(static)
+    for (int64_t i = 0; i < m->count * m->panels; i++) {
+        float *sum = m->gram + i / m->panels * m->size + i % m->panels * WIDTH;
+        for (int64_t s = 0; s < lines(m, m->side); s++)
+            pair(sum + s * m->stride, sum + 2 * s * m->stride, sum + (2 * s + 1) * m->stride);
     }
 }
 
 /* X <- (the sum in the place of G) X. */
 static void finish(const problem *m) {
-    const int64_t panels = parts(m->n, WIDTH), depth = parts(m->g, parts(m->g, DEPTH));
+    const int64_t panels = parts(m->n, WIDTH), g = lines(m, m->g), depth = parts(g, parts(g, DEPTH));
+    const int64_t each = m->pairs ? 2 : 1;
 #pragma omp for schedule(dynamic)
     for (int64_t i = 0; i < m->count * panels; i++) {
         const int64_t which = i / panels, first = i % panels * WIDTH, there = least(WIDTH, m->n - first);
         const int64_t at = which * m->g * m->n + first * m->column;
         float *x = m->x + at;
-        const float by = scale(m, which) / sqrtf(m->bound[which]);
+        const float by = scale(m, which);
         float result[parts(m->g, ROWS) * ROWS][WIDTH] __attribute__((aligned(64)));
         float panel[DEPTH * WIDTH] __attribute__((aligned(64)));
-        for (int64_t s = 0; s < m->g; s += depth) {
-            const int64_t k = least(depth, m->g - s);
-            take(panel, WIDTH, x + s * m->row, m->row, m->column, k, there, by);
+        for (int64_t s = 0; s < g; s += depth) {
+            take_lines(m, panel, WIDTH, x + each * s * m->row, m->row, m->column, least(each * depth, m->g - each * s),
+                       there, by);
             for (int64_t row = 0; row < m->g; row += ROWS)
-                multiply(k, m->gram + which * m->size + s * m->stride + row, m->stride, panel, WIDTH, s > 0,
-                         result[row], WIDTH);
+                (m->pairs ? multiply_pairs : multiply)(least(depth, g - s),
+                                                       m->gram + which * m->size + s * m->stride + row, m->stride,
+                                                       panel, WIDTH, s > 0, result[row], WIDTH);
         }
         for (int64_t r = 0; r < m->g; r++) {
             float *to = x + r * m->row;
@@ -283,8 +361,8 @@ static void finish(const problem *m) {
 }
 
 /* The sizes for matrices of g rows and n columns, which lie `row` and `column` apart. */
-problem plan(int64_t g, int64_t n, int64_t row, int64_t column, int64_t poles) {
-    problem m = {.poles = poles, .g = g, .n = n, .row = row, .column = column, .panels = parts(g, WIDTH)};
+problem plan(int64_t g, int64_t n, int64_t row, int64_t column, int64_t poles, int pairs) {
+    problem m = {.pairs = pairs && g >= FEW, .poles = poles, .g = g, .n = n, .row = row, .column = column, .panels = parts(g, WIDTH)};
     m.side = parts(g, ROWS) * ROWS;
     m.stride = (m.panels * WIDTH / LINE | 1) * LINE;
     m.size = m.side * m.stride;
@@ -307,5 +385,6 @@ void orthogonalise(problem m, const rational *r) {
     shift(&m, r);
     invert(&m, r);
     combine(&m, r);
+    if (m.pairs) couple(&m);
     finish(&m);
 }

@@ -9,6 +9,11 @@ enum { LANES = 16, ROWS = 8 };
 enum { LANES = 8, ROWS = 4 };
 #endif
 enum { WIDTH = 2 * LANES, DEPTH = 192, LINE = 16, BLOCK = LINE };
+#if defined __AVX512F__ && __GNUC__ >= 10
+#define PAIRS
+#endif
+/* Smaller matrices gain nothing from bfloat16. */
+enum { FEW = 64 };
 
 /* `count` matrices of g rows and n >= g columns. The g x g matrices are padded with zeros, their rows to fill tiles and
  * their columns to fill panels. Their rows lie `stride` apart, no power of two: those would compete for few lines of the
@@ -16,6 +21,7 @@ enum { WIDTH = 2 * LANES, DEPTH = 192, LINE = 16, BLOCK = LINE };
 typedef struct {
     int64_t count, poles, g, n, row, column; /* the last two: how far apart the rows and columns of x lie */
     int64_t panels, side, stride, size, each; /* the last: workspace of one matrix, in floats */
+    int pairs; /* whether factors of products are in bfloat16 */
     float *x, *packed, *gram, *shifted, *rows, *most, *bound, *counts; /* the last: factor of each inverse in the sum */
 } problem;
 
@@ -25,8 +31,11 @@ typedef struct {
     const float *parts, *shifts;
 } rational;
 
+/* Whether this processor multiplies pairs of bfloat16. */
+int qd_pairs(void);
+
 /* The sizes for matrices of g rows and n columns, which lie `row` and `column` apart. */
-problem plan(int64_t g, int64_t n, int64_t row, int64_t column, int64_t poles);
+problem plan(int64_t g, int64_t n, int64_t row, int64_t column, int64_t poles, int pairs);
 
 /* X <- P Q^T of every matrix. All threads of a team call it together. */
 void orthogonalise(problem m, const rational *r);
