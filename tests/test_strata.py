@@ -15,6 +15,7 @@ import quasidiag as qd
 from nets import batch, mlp
 from quasidiag.collect import Record
 from quasidiag.kernels.squares import Squares
+from quasidiag.sharing import Samples
 from quasidiag.strata import FEW, STRATA, Part, Strata
 
 F64 = torch.float64
@@ -163,6 +164,35 @@ def test_each_sample_enters_the_metric_times_what_it_stands_for() -> None:
             assert torch.equal(some.a[k], whole.a[i])
 
 
+def test_a_sequence_enters_the_metric_times_what_it_stands_for() -> None:
+    """All of it, with what its time steps add up to."""
+    x, t = torch.randn(300, 5, 4, dtype=F64), torch.randint(3, (300,))
+
+    class Last(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            torch.manual_seed(0)
+            self.layer, self.head = nn.GRU(4, 6, batch_first=True).double(), sure((6, 3))
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.head(self.layer(x)[0][:, -1])
+
+    few, every = (
+        [r for r in records(Last(), x, t, **options) if isinstance(r.w, Samples)]
+        for options in ({}, {"metric_fraction": 1.0})
+    )
+    assert len(few) == len(every) == 2
+    for some, whole in zip(few, every):
+        (a, d), (b, e) = ((c.a, c.delta) for r in (some, whole) for c in r.w.calls)
+        assert d.shape[1:] == e.shape[1:] and len(d) < 150 and len(e) == 300
+        for k in range(len(d)):
+            (i,) = (a[k] == b).flatten(1).all(1).nonzero().flatten().tolist()
+            ratio = (d[k] / e[i]).flatten()
+            torch.testing.assert_close(ratio, ratio[:1].expand_as(ratio), rtol=1e-9, atol=0)
+            assert ratio[0] >= 1
+        assert float(d.square().sum()) == pytest.approx(float(e.square().sum()), rel=0.2)
+
+
 class Words(nn.Module):
     """Words are looked up, one for each sample."""
 
@@ -213,6 +243,33 @@ def test_a_layer_with_other_rows_than_the_samples_uses_them_all() -> None:
     x, t = batch("categorical", 300, 4, 3)
     both, one = records(Pairs(), x, t)
     assert len(one.a) == 600 and len(both.a) < 150
+
+
+class Disordered(nn.Module):
+    """The samples go through a layer in another order, and are compared with as many prototypes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second, self.last = mlp(4, 6), mlp(4, 6), sure((300, 3))
+        self.prototypes = torch.randn(300, 4, dtype=F64)
+
+    def forward(self, x: Tensor) -> Tensor:
+        order = torch.arange(len(x)).roll(7)
+        x = self.first(x[order])[order.argsort()]
+        return self.last((x @ self.second(self.prototypes).T).tanh())
+
+
+def test_rows_that_are_not_the_samples_are_all_used() -> None:
+    """In as many rows, too; and for good, once a layer was given others."""
+    x, t = batch("categorical", 300, 4, 3)
+    model, loss = Disordered(), qd.Categorical()
+    with qd.Riemannian(model, loss) as optimizer:
+        for _ in range(2):
+            optimizer._collector.restart()
+            loss(model(x), t).backward()
+            found = {r.module: len(r.a) for r in optimizer._collector.records}
+            rows = [found[net[0]] for net in (model.first, model.second, model.last)]
+            assert rows[:2] == [300, 300] and rows[2] < 150
 
 
 def test_few_samples_all_enter_the_metric() -> None:

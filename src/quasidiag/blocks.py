@@ -21,6 +21,7 @@ from quasidiag.layers import Adapter
 from quasidiag.layers.base import in_dtype_of, known_adapter
 from quasidiag.layers.linear import LinearAdapter
 from quasidiag.moments import Moments, recentre, smallest, with_precision
+from quasidiag.sharing import Samples
 
 State = Mapping[Tensor, dict[str, Any]]
 Tensors = Sequence[Tensor]
@@ -102,6 +103,8 @@ class DiagonalBlock:
         ):
             return
         w, gain = _weights(w, gain, next(m.dtype for m in into if m is not None))
+        if isinstance(w, Samples) and shift is not None:
+            w = w.minus(shift)
         a = in_dtype_of(w, a) if shift is None else in_dtype_of(w, a) - shift
         adapter.accumulate_(module, into, a, w, keep, gain)
 

@@ -33,6 +33,8 @@ if TYPE_CHECKING:
 #: For each call: the layer (or the dense layers inside a composite one) with its activity and weights.
 Found = dict[Use, list[tuple[nn.Module, Tensor, Any]]]
 LossScale = float | Tensor | Callable[[], float | Tensor]
+#: Sharings that count positions where they do not say otherwise, so that samples need not be told apart.
+POSITIONS = ("expand", "recurrent")
 
 
 class Record(NamedTuple):
@@ -96,7 +98,7 @@ class Collector:
         self.loss_reduction, self.loss_scale = loss_reduction, loss_scale
         #: Whether samples are chosen by how much they matter.
         single = metric == "monte-carlo" and samples == 1
-        self.chooses = fraction is None and single and sharing == "expand"
+        self.chooses = fraction is None and single and sharing in POSITIONS
         self.seed, self.sharing, self.before_pass = seed, sharing, before_pass
         self.generator: Generator | None = None
         #: The records of the last backward pass; those of earlier ones since the step are in :mod:`quasidiag.sums`.
@@ -114,6 +116,8 @@ class Collector:
         self._calls: list[Call] = []
         #: Calls that this pass has already used: a call that two losses depend on counts once.
         self._heard: set[Loan] = set()
+        #: Of the layers seen so far, whether each was given the samples, in their order.
+        self._given: dict[nn.Module, bool] = {}
         self._units: Units | None = None
         self._handles: list[RemovableHandle] = []
         along = self._deliver if metric == "outer-product" else None
@@ -235,7 +239,7 @@ class Collector:
             return
         for whole in seen.calls(deltas):
             call, scale = self._share(seen, whole, self._pass.scale)
-            if self.sharing == "exact":
+            if self._units is not None and self._units.summed(call.module):
                 self._hold(call, scale)
                 continue
             a, delta = self._brought(call)
@@ -247,7 +251,7 @@ class Collector:
         Lookup tables use all: that costs next to nothing, and positions, looked up once for all samples, are no samples.
         """
         table = isinstance(call.module, nn.Embedding)
-        if self.sharing == "expand" and (self.fraction == 1 or table):
+        if self.sharing in POSITIONS and (self.fraction == 1 or table):
             return call, scale
         self._check_batch(seen, call)
         samples = len(call.a)
@@ -259,7 +263,7 @@ class Collector:
 
     def _brought(self, call: Call) -> tuple[Tensor, Tensor]:
         """Activity and derivative; with ``sharing="reduce"`` those of one position per sample."""
-        return (call.a, call.delta) if self.sharing == "expand" else reduced(*call)
+        return reduced(*call) if self.sharing == "reduce" else (call.a, call.delta)
 
     def _squared(self, delta: Tensor, scale: float | Tensor) -> Any:
         """The weights ``(scale·delta)²`` of one vector. To be exchanged with other ranks they must be a tensor."""
@@ -272,7 +276,7 @@ class Collector:
 
     def _check_batch(self, seen: Seen, call: Call) -> None:
         """Raise if single samples are needed but do not lie along the first dimension, as in the model's input."""
-        apart = self.sharing != "expand"
+        apart = self.sharing not in POSITIONS
         if (apart and len(call.a) != seen.batch) or (
             self.fraction < 1 and len(call.a) % seen.batch
         ):
@@ -284,15 +288,19 @@ class Collector:
             )
 
     def _sum_up(self) -> None:
-        """With ``sharing="exact"``, make one record for each block from all calls of one vector."""
+        """Make one record from all calls of one vector, for each block that takes gradients of single samples.
+
+        With ``sharing="recurrent"``, calls on different numbers of sequences count as different samples.
+        """
         if not self._calls:
             return
         assert self._units is not None
-        groups: dict[nn.Module, list[Call]] = {}
+        groups: dict[tuple[nn.Module, int], list[Call]] = {}
         for call in self._calls:
+            size = len(call.a) if self.sharing == "recurrent" else 0
             for key in self._units.keys.get(call.module, ()):
-                groups.setdefault(key, []).append(call)
-        for key, calls in groups.items():
+                groups.setdefault((key, size), []).append(call)
+        for (key, _), calls in groups.items():
             self._file(Record(key, calls[0].a, Samples(calls)))
         self._calls = []
 
@@ -316,7 +324,7 @@ class Collector:
         boost = self._boost(output)
         scale = 1.0 if boost is None else 1 / boost
         once = self.metric == "monte-carlo" and self.samples == 1
-        many = self.metric == "exact" and self.sharing == "expand" and boost is None
+        many = self.metric == "exact" and self.sharing in POSITIONS and boost is None
         above = activations(output, uses) if many else {}
         ones: dict[Use, list[Tensor]] = {}
 
@@ -327,8 +335,8 @@ class Collector:
             if use in above:  # the input to its activation's node, which then returns the slope
                 ones[use] = [d.new_ones(()).expand_as(d) for d in deltas if d is not None]
             for whole in use.calls(deltas):
-                call, by = self._share(use.seen, _some(whole, part), scale)
-                if self.sharing == "exact":
+                call, by = self._share(use.seen, self._some(whole, part), scale)
+                if self._units is not None and self._units.summed(call.module):
                     self._hold(call, by)
                     continue
                 a, delta = self._brought(call)
@@ -344,6 +352,8 @@ class Collector:
         with unsharded(self.probe.model), Asking(output, uses, take, above) as asking:
             for vector in vectors:
                 part = self._chosen(vector, uses[0].seen.batch)
+                if part is not None:
+                    self._find_samples(output, uses, vector, part)
                 asking.backpropagate(vector)
                 self._sum_up()
         for use, node in above.items():
@@ -361,6 +371,34 @@ class Collector:
             return None
         strata = Strata(vector.reshape(samples, -1))
         return None if strata.enough == samples else strata.part(strata.enough)
+
+    def _find_samples(self, output: Tensor, uses: list[Use], vector: Tensor, part: Part) -> None:
+        """Which new layers were given the samples: those whose derivatives are zero where the output's are made so.
+
+        Not, say, as many prototypes, nor the samples in another order.
+        """
+        fresh = [use for use in uses if use.module not in self._given]
+
+        def look(use: Use, deltas: Deltas) -> None:
+            for call in use.calls(deltas):
+                same = len(call.a) == part.samples and part.holds(call.delta)
+                self._given[call.module] = self._given.get(call.module, True) and same
+
+        if fresh:
+            with Asking(output, fresh, look, {}) as asking:
+                asking.backpropagate(part.alone(vector))
+            self._given |= {u.module: True for u in fresh if u.module not in self._given}
+
+    def _some(self, call: Call, part: Part | None) -> Call:
+        """The part of a call's samples that stands for all of them.
+
+        Lookup tables use all samples, and so do layers that were not given one row for each.
+        """
+        table = isinstance(call.module, nn.Embedding)
+        if part is None or table or not self._given.get(call.module) or len(call.a) != part.samples:
+            return call
+        delta = part.rows(call.delta)
+        return Call(call.module, part.rows(call.a), delta * part.weights(delta).sqrt())
 
     def _boost(self, output: Tensor) -> Tensor | None:
         """A factor that makes vectors in float16 as large as the gradient, which a gradient scaler keeps in range."""
@@ -421,14 +459,3 @@ class Collector:
         for handle in self._handles:
             handle.remove()
         self._handles.clear()
-
-
-def _some(call: Call, part: Part | None) -> Call:
-    """The part of a call's samples that stands for all of them.
-
-    Lookup tables use all samples, and so do layers that were not given one row for each.
-    """
-    if part is None or isinstance(call.module, nn.Embedding) or len(call.a) != part.samples:
-        return call
-    delta = part.rows(call.delta)
-    return Call(call.module, part.rows(call.a), delta * part.weights(delta).sqrt())

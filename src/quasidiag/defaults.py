@@ -19,6 +19,7 @@ class Defaults(NamedTuple):
     metric_start: str | int
     metric_every: int
     metric_fraction: float | None
+    sharing: str
     step_every: int
     safeguard: tuple[float, float, float] | None
 
@@ -42,6 +43,7 @@ DEFAULTS = {
         metric_start="first",
         metric_every=1,
         metric_fraction=1.0,
+        sharing="expand",
         step_every=1,
         safeguard=None,
     ),
@@ -55,6 +57,7 @@ DEFAULTS = {
         metric_start=1_000_000,
         metric_every=8,
         metric_fraction=None,
+        sharing="recurrent",
         step_every=6,
         safeguard=SAFEGUARD,
     ),

@@ -72,7 +72,8 @@ class Riemannian(Saved):
         metric_every: update the metric every this many steps: 1, or with ``step="auto"`` 8 (after the first four).
         sharing: how a layer that is applied at several positions of a sample enters the metric (:mod:`quasidiag.sharing`):
             ``"expand"`` counts each position as one more occurrence, ``"exact"`` takes the gradient of the whole sample,
-            ``"reduce"`` one position with the average activity.
+            ``"reduce"`` one position with the average activity. By default ``"expand"``, with ``step="auto"``
+            ``"recurrent"``: ``"exact"`` in recurrent layers only.
         metric_fraction: the share of each minibatch that enters the metric (all of it in lookup tables): 1, or with
             ``step="auto"`` as many samples as matter (:mod:`quasidiag.strata`).
         step_fraction: the share on which ``step="auto"`` measures its quadratic model (:mod:`quasidiag.auto.quadratic`).
@@ -115,7 +116,7 @@ class Riemannian(Saved):
         eps: float | None = None,
         floor: float | None = None,
         samples: int = 1,
-        sharing: str = "expand",
+        sharing: str | None = None,
         momentum: float = 0.0,
         weight_decay: float = 0.0,
         maximize: bool = False,
@@ -149,11 +150,11 @@ class Riemannian(Saved):
             metric_start=metric_start,
             metric_every=metric_every,
             metric_fraction=metric_fraction,
+            sharing=sharing,
             step_every=step_every,
         )
         validate.options(
             reduction=reduction,
-            sharing=sharing,
             loss_reduction=loss_reduction,
             nonfinite=nonfinite,
             samples=samples,
@@ -176,7 +177,7 @@ class Riemannian(Saved):
         self.metric_every, self.step_every = chosen.metric_every, chosen.step_every
         self.model, self.criterion, self.reduction = model, criterion, reduction
         self.metric_fraction, self.step_fraction = chosen.metric_fraction, step_fraction
-        self.samples, self.seed, self.sharing, self.foreach = samples, seed, sharing, foreach
+        self.samples, self.seed, self.sharing, self.foreach = samples, seed, chosen.sharing, foreach
         self.loss_reduction, self.loss_scale = loss_reduction, loss_scale
         self.nonfinite, self.capturable, self.process_group = nonfinite, capturable, process_group
         self.steps, self.whole = 0, params is None

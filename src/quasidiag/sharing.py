@@ -10,7 +10,11 @@ the metric of a unit (bias first, :math:`\tilde a = (1, a)`) is
              :math:`b = \frac1S \sum_s a_s`                                    which holds the average activity
 ===========  ==============================================================  ==========================================
 
-With one position all three are the same. ``expand`` is the cheapest, the layer's own gradient kernel twice. ``exact``
+``recurrent`` is ``exact`` in recurrent layers and ``expand`` in all others. A recurrent layer's derivatives at successive
+positions are much alike, so that they add up: ``expand`` would have its metric too small by up to the number of positions,
+and its steps too long beside those of other layers.
+
+With one position all are the same. ``expand`` is the cheapest, the layer's own gradient kernel twice. ``exact``
 forms gradients of single samples, a few at a time: never more than :data:`BUDGET` numbers at once, or one sample's if
 those are more. It sums over every call of a layer in a pass, so that a layer that is used twice, or two that share a
 weight, count as one; until the step it keeps the derivatives themselves, once for every vector of the metric.
@@ -33,7 +37,7 @@ from quasidiag.layers.composite import Call
 from quasidiag.layers.embedding import EmbeddingAdapter
 from quasidiag.moments import Moments
 
-SHARINGS = ("expand", "exact", "reduce")
+SHARINGS = ("expand", "exact", "reduce", "recurrent")
 
 #: Numbers in memory at once, for the gradients of single samples and what they are made from: 64 MiB in float32.
 BUDGET = 2**24
@@ -139,6 +143,11 @@ class Samples:
 
     def to(self, dtype: torch.dtype) -> Samples:
         return Samples([c._replace(delta=c.delta.to(dtype)) for c in self.calls], self.gain)
+
+    def minus(self, shift: Tensor) -> Samples:
+        """The same calls, of dense layers, with their activities measured from ``shift``."""
+        moved = [c._replace(a=in_dtype_of(c.delta, c.a) - shift) for c in self.calls]
+        return Samples(moved, self.gain)
 
     def sum(self) -> Tensor:
         """A sum of all squared derivatives: not finite if one of them is not."""

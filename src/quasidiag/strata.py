@@ -65,6 +65,20 @@ class Part:
         of_each = x.unflatten(0, (self.samples, -1))
         return of_each.index_select(0, self.picked.to(x.device)).flatten(0, 1)
 
+    def alone(self, x: Tensor) -> Tensor:
+        """``x``, with the same number of rows for every sample, and zeros in those of the others."""
+        return torch.where(self._mine(x), x, 0.0)
+
+    def holds(self, x: Tensor) -> bool:
+        """Whether ``x`` has the same number of rows for every sample, and nothing but zeros in those of the others."""
+        return len(x) % self.samples == 0 and not torch.where(self._mine(x), 0.0, x).any()
+
+    def _mine(self, x: Tensor) -> Tensor:
+        """Whether rows of ``x`` are of this part, of a shape to go with it."""
+        mine = torch.zeros(self.samples, dtype=torch.bool, device=x.device)
+        mine[self.picked.to(x.device)] = True
+        return mine.repeat_interleave(len(x) // self.samples).view(-1, *[1] * (x.dim() - 1))
+
     def weights(self, rows: Tensor) -> Tensor:
         """How many samples each of the ``rows`` of this part stands for, of a shape to multiply them by."""
         each = self._each.to(rows.device, rows.dtype)

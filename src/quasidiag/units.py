@@ -26,6 +26,7 @@ class Layer(NamedTuple):
     adapter: Adapter
     weight: nn.Parameter | None
     bias: nn.Parameter | None
+    recurrent: bool = False
 
     @property
     def parameters(self) -> list[nn.Parameter]:
@@ -45,6 +46,10 @@ class Units(NamedTuple):
     #: The block of each key, and of each layer that has one.
     owner: dict[nn.Module, DiagonalBlock]
 
+    def summed(self, module: nn.Module) -> bool:
+        """Whether the gradients of single samples are recorded for a layer (or part): ``"exact"`` sharing."""
+        return any(isinstance(key, SampleView) for key in self.keys.get(module, ()))
+
 
 class _Unshifted(Adapter):
     """What a block needs of an adapter if its moments have no shift."""
@@ -63,13 +68,17 @@ class _Unshifted(Adapter):
 
 
 def find_units(
-    model: nn.Module, trained: Iterable[Tensor], reduction: str, sharing: str = "expand"
+    model: nn.Module, trained: Iterable[Tensor], reduction: str, how: str = "expand"
 ) -> Units:
-    """The blocks of the ``trained`` parameters; those in no block follow the diagonal rule of :class:`quasidiag.AdaGrad`."""
+    """The blocks of the ``trained`` parameters, by a reduction and one of ``sharing.SHARINGS``.
+
+    Those in no block follow the diagonal rule of :class:`quasidiag.AdaGrad`.
+    """
     units = Units([], {}, {}, {}, {})
     layers = list(_layers(model, set(trained), units))
     for group in _sharing_parameters(layers):
         first = group[0]
+        sharing = _of_group(group, how)
         if sharing == "reduce" and not all(reducible(layer.adapter) for layer in group):
             raise ValueError(
                 f"sharing='reduce' needs Adapter.patches, which {type(first.adapter).__name__} for {first.name} "
@@ -90,6 +99,13 @@ def find_units(
     return units
 
 
+def _of_group(group: list[Layer], how: str) -> str:
+    """How layers that have parameters in common enter the metric."""
+    if how != "recurrent":
+        return how
+    return "exact" if all(layer.recurrent for layer in group) else "expand"
+
+
 def _layers(model: nn.Module, wanted: set[Tensor], units: Units) -> Iterable[Layer]:
     inside: set[nn.Module] = set()
     for name, module in model.named_modules():
@@ -106,7 +122,8 @@ def _layers(model: nn.Module, wanted: set[Tensor], units: Units) -> Iterable[Lay
             weight, bias = _own(part, own.weight, wanted), _own(part, own.bias, wanted)
             if weight is not None or bias is not None:
                 label = ".".join(filter(None, (name, part_name))) or type(module).__name__
-                found.append(Layer(label, part, own, weight, bias))
+                again = isinstance(adapter, Composite) and adapter.recurrent
+                found.append(Layer(label, part, own, weight, bias, again))
         if found:
             units.watched[module] = adapter
             if isinstance(adapter, Composite):
@@ -152,8 +169,10 @@ def _block(layer: Layer, reduction: str, sharing: str) -> DiagonalBlock:
             f"the unitwise reduction needs Adapter.patches, which {type(adapter).__name__} for {layer.name} "
             f"({type(layer.module).__name__}) does not have: use reduction='quasi-diagonal'"
         )
-    shifted = kind is QuasiDiagonalBlock and sharing != "exact"
-    solver = adapter if shifted else _Unshifted(adapter)
+    # A state is small at first and grows with the weights that make it: its variance about its mean says little about how
+    # far these may move, which is what safeguards are relative to.
+    state = isinstance(layer.module, Part) and layer.module.state
+    solver = adapter if kind is QuasiDiagonalBlock and not state else _Unshifted(adapter)
     return kind(layer.name, layer.module, solver, layer.weight, layer.bias)
 
 

@@ -76,7 +76,7 @@ def options(**given: Any) -> None:
     for name in ("metric_fraction", "step_fraction"):
         if given[name] is not None:
             fraction(name, given[name])
-    if given["metric"] == "backpropagated" and given["sharing"] != "expand":
+    if given["metric"] == "backpropagated" and given["sharing"] in ("exact", "reduce"):
         raise ValueError(
             "the backpropagated metric has no derivatives to sum: it needs sharing='expand'"
         )

@@ -70,6 +70,7 @@ WAYS = {
     "exact": dict(metric="exact"),
     "samples": dict(sharing="exact"),
     "reduced": dict(sharing="reduce"),
+    "recurrent": dict(sharing="recurrent"),
 }
 
 

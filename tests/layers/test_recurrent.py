@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from typing import Any
 
 import pytest
@@ -12,6 +13,7 @@ from torch.func import functional_call
 from torch.nn.utils.rnn import pack_padded_sequence, pad_packed_sequence
 
 import quasidiag as qd
+from quasidiag.units import find_units
 
 N, T, IN, HIDDEN = 3, 4, 3, 2
 KINDS = {"RNN": nn.RNN, "LSTM": nn.LSTM, "GRU": nn.GRU}
@@ -170,6 +172,105 @@ def test_cells_in_a_loop_of_one_s_own(kind: str, metric: str) -> None:
     optimizer, drawn = step(model, x, t, loss, metric, sharing="exact", samples=2)
     y = model(x)
     assert_sample_moments(optimizer, model.layer, y, vectors(metric, loss, y, t, drawn))
+
+
+class Encoded(nn.Module):
+    """A dense layer at every position, a recurrent one, and a head at every position."""
+
+    def __init__(self, kind: str) -> None:
+        super().__init__()
+        self.inner, self.head = nn.Linear(IN, IN), nn.Linear(HIDDEN, 3)
+        self.layer = KINDS[kind](IN, HIDDEN, batch_first=True)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(self.layer(self.inner(x).tanh())[0])
+
+
+@pytest.mark.parametrize("metric", ["outer-product", "exact"])
+@pytest.mark.parametrize("kind", KINDS)
+def test_recurrent_sharing_is_exact_in_recurrent_layers_alone(kind: str, metric: str) -> None:
+    torch.manual_seed(0)
+    model, x, t = Encoded(kind), torch.randn(N, T, IN), torch.randint(3, (N, T))
+    ways = {
+        way: step(model, x, t, qd.Categorical(), metric, sharing=way)[0]
+        for way in ("recurrent", "expand", "exact")
+    }
+    for name, weight in model.named_parameters():
+        if "weight" in name:
+            like = "exact" if name.startswith("layer") else "expand"
+            got, expected = (ways[way].moments(weight) for way in ("recurrent", like))
+            assert_close(got, expected)
+            other = ways["expand" if like == "exact" else "exact"].moments(weight)
+            assert not torch.allclose(got.mii, other.mii, rtol=1e-3)
+
+
+def test_recurrent_sharing_is_the_default_of_the_step_without_a_learning_rate() -> None:
+    model = Encoded("LSTM")
+    assert qd.Riemannian(model, qd.Categorical()).sharing == "recurrent"
+    assert qd.Riemannian(model, qd.Categorical(), sharing="expand").sharing == "expand"
+    assert qd.Riemannian(model, qd.Categorical(), lr=0.1).sharing == "expand"
+
+
+def test_a_state_is_measured_from_zero_and_an_input_from_its_mean() -> None:
+    model, x, t = Encoded("GRU"), torch.randn(N, T, IN) + 3, torch.randint(3, (N, T))
+    loss = qd.Categorical()
+    optimizer = qd.Riemannian(model, loss, lr=0.0)
+    for _ in range(20):
+        optimizer.zero_grad()
+        loss(model(x), t).backward()
+        optimizer.step()
+    assert optimizer.state[model.layer.weight_ih_l0]["shift"].any()
+    assert "shift" not in optimizer.state[model.layer.weight_hh_l0]
+
+
+class Shorter(nn.Module):
+    """A cell in a loop in which one of the sequences ends early."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer, self.head = nn.GRUCell(IN, HIDDEN), nn.Linear(HIDDEN, 3)
+        self.late = self.layer
+
+    def forward(self, x: Tensor) -> Tensor:
+        state, ended = None, None
+        for s in range(T):
+            if s == 2:
+                assert state is not None
+                state, ended = state[:-1], state[-1:]
+            state = (self.layer if s < 2 else self.late)(x[: N - (s >= 2), s], state)
+        return self.head(torch.cat([state, ended]))
+
+
+def test_calls_on_different_numbers_of_sequences_are_different_samples() -> None:
+    model, x, t, loss = Shorter(), torch.randn(N, T, IN), torch.randint(3, (N,)), qd.Categorical()
+    optimizer, _ = step(model, x, t, loss, "outer-product", sharing="recurrent")
+    model.late = copy.deepcopy(model.layer)  # the same numbers, so that each part has its gradient
+    y = model(x)
+    for name in ("ih", "hh"):
+        parts = [
+            [getattr(cell, f"{kind}_{name}") for kind in ("weight", "bias")]
+            for cell in (model.layer, model.late)
+        ]
+        found = [
+            list(torch.autograd.grad((y[n] * u[n]).sum(), part, retain_graph=True))
+            for u in vectors("outer-product", loss, y, t, [])
+            for part, sequences in zip(parts, (N, N - 1))
+            for n in range(sequences)
+        ]
+        weight = parts[0][0]
+        assert_close(optimizer.moments(weight), moments(found, N, unit_of(model.layer, weight)))
+    with pytest.raises(ValueError, match="needs the samples apart"):
+        step(Shorter(), x, t, loss, "outer-product", sharing="exact")
+
+
+def test_a_weight_that_a_dense_layer_has_too_counts_positions() -> None:
+    """What is no recurrent layer need not have its samples apart."""
+    model = nn.ModuleDict({"cell": nn.RNNCell(IN, HIDDEN), "dense": nn.Linear(IN, HIDDEN)})
+    model["dense"].weight = model["cell"].weight_ih
+    units = find_units(model, model.parameters(), "quasi-diagonal", "recurrent")
+    summed = {part.weight.shape: units.summed(part) for part in units.parts[model["cell"]].values()}
+    assert summed == {(HIDDEN, IN): False, (HIDDEN, HIDDEN): True}
+    assert not units.summed(model["dense"])
 
 
 def test_computed_weights_follow_the_diagonal_rule() -> None:

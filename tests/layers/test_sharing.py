@@ -130,6 +130,22 @@ def test_exact_sharing_accumulates_like_one_batch() -> None:
     assert_close(run(4), run(1))
 
 
+def test_exact_moments_do_not_depend_on_what_activities_are_measured_from() -> None:
+    torch.manual_seed(0)
+    x, t, found = torch.randn(N, 3, 4), torch.randint(3, (N,)), []
+    for shift in (0.0, 2.0):
+        torch.manual_seed(1)
+        layer = nn.Linear(4, 5)
+        model, loss = Net(layer, 15), qd.Categorical()
+        optimizer = qd.Riemannian(model, loss, lr=0.0, gamma=1.0, sharing="exact")
+        for _ in range(2):  # the metric is that of the second step
+            loss(model(x), t).backward()
+            optimizer.step()
+            optimizer.state[layer.weight]["shift"].fill_(shift)
+        found.append(optimizer._owner[layer].moments(optimizer.state))
+    assert_close(*found)
+
+
 def test_a_layer_called_twice_sums_before_it_squares() -> None:
     class Twice(nn.Module):
         def __init__(self) -> None:

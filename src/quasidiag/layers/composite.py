@@ -39,10 +39,16 @@ class Call(NamedTuple):
 
 
 class Part(nn.Linear):
-    """A dense layer made of parameters that belong to another module."""
+    """A dense layer made of parameters that belong to another module.
 
-    def __init__(self, weight: nn.Parameter, bias: nn.Parameter | None) -> None:
+    Its inputs are the module's ``state`` if that is what the module hands on to itself.
+    """
+
+    def __init__(
+        self, weight: nn.Parameter, bias: nn.Parameter | None, state: bool = False
+    ) -> None:
         nn.Module.__init__(self)
+        self.state = state
         self.out_features, self.in_features = weight.shape
         self.weight = weight
         self.register_parameter("bias", bias)
@@ -115,6 +121,8 @@ class Composite(Adapter, ABC):
     #: A composite has no weight or bias of its own: its :meth:`parts` have.
     weight = ""
     bias = None
+    #: Whether it is applied to its own output, again and again.
+    recurrent = False
 
     @abstractmethod
     def parts(self, module: nn.Module) -> dict[str, nn.Module]:

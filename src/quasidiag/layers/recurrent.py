@@ -26,6 +26,8 @@ from quasidiag.layers.composite import Composite, Part, Tape
 class RecurrentAdapter(Composite):
     """:class:`torch.nn.RNN`, :class:`torch.nn.LSTM` and :class:`torch.nn.GRU`."""
 
+    recurrent = True
+
     def parts(self, module: nn.Module) -> dict[str, nn.Module]:
         found: dict[str, nn.Module] = {}
         own = dict(module.named_parameters(recurse=False))
@@ -34,7 +36,8 @@ class RecurrentAdapter(Composite):
         for name, weight in own.items():
             if name.startswith("weight"):
                 bias = getattr(module, name.replace("weight", "bias", 1), None)
-                found[name.removeprefix("weight_")] = Part(weight, bias)
+                part = name.removeprefix("weight_")
+                found[part] = Part(weight, bias, state=part.startswith("hh"))
         return found
 
     def outputs(self, module: nn.Module, output: Any) -> list[Tensor]:
@@ -104,11 +107,15 @@ class RecurrentAdapter(Composite):
 class CellAdapter(Composite):
     """One time step: :class:`torch.nn.RNNCell`, :class:`torch.nn.LSTMCell` and :class:`torch.nn.GRUCell`."""
 
+    recurrent = True
+
     def parts(self, module: nn.Module) -> dict[str, nn.Module]:
         own = dict(module.named_parameters(recurse=False))
         if "weight_ih" not in own or "weight_hh" not in own:
             return {}
-        return {k: Part(own[f"weight_{k}"], own.get(f"bias_{k}")) for k in ("ih", "hh")}
+        return {
+            k: Part(own[f"weight_{k}"], own.get(f"bias_{k}"), state=k == "hh") for k in ("ih", "hh")
+        }
 
     def outputs(self, module: nn.Module, output: Any) -> list[Tensor]:
         return list(output) if isinstance(output, tuple) else [output]
