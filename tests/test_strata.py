@@ -272,6 +272,46 @@ def test_rows_that_are_not_the_samples_are_all_used() -> None:
             assert rows[:2] == [300, 300] and rows[2] < 150
 
 
+def test_a_layer_without_derivatives_does_not_tell_what_it_was_given() -> None:
+    """As below a head that begins at zero: rows are not the samples' because nothing says otherwise."""
+    x, t = batch("categorical", 300, 4, 3)
+    model, loss = Disordered(), qd.Categorical()
+    head = model.last[0].weight
+    weight = head.detach().clone()
+    with qd.Riemannian(model, loss) as optimizer:
+        for by in (0.0, 1.0):
+            with torch.no_grad():
+                head.copy_(by * weight)
+                model.last[0].bias.copy_(torch.tensor([3.0, 0.0, -3.0]))
+            optimizer._collector.restart()
+            loss(model(x), t).backward()
+            found = {r.module: len(r.a) for r in optimizer._collector.records}
+            assert found[model.first[0]] == found[model.second[0]] == 300
+
+
+@pytest.mark.parametrize("rows", [150, 600])
+def test_a_layer_that_is_given_other_rows_later_uses_them_all(rows: int) -> None:
+    x, t = batch("categorical", 300, 4, 3)
+
+    class Sometimes(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.one, self.out, self.more = mlp(4, 6), sure((6, 3)), False
+
+        def forward(self, x: Tensor) -> Tensor:
+            y = self.one(x).tanh()
+            other = x[torch.arange(rows) % len(x)]
+            return self.out(y + self.one(other).mean() if self.more else y)
+
+    model, loss = Sometimes(), qd.Categorical()
+    with qd.Riemannian(model, loss) as optimizer:
+        for model.more in (False, True):
+            optimizer._collector.restart()
+            loss(model(x), t).backward()
+            found = [len(r.a) for r in optimizer._collector.records if r.module is model.one[0]]
+            assert min(found) < 150 if not model.more else max(found) == rows
+
+
 def test_few_samples_all_enter_the_metric() -> None:
     x, t = batch("categorical", 2 * FEW - 1, 4, 3)
     assert all(len(record.a) == 2 * FEW - 1 for record in records(sure((4, 6, 3)), x, t))

@@ -40,7 +40,8 @@ POSITIONS = ("expand", "recurrent")
 class Record(NamedTuple):
     """One call of a layer: its activity ``a`` and the weights ``w``, a tensor or :class:`quasidiag.kernels.Squares`.
 
-    With ``sharing="exact"`` one record holds all calls in a pass that feed a block, as the :class:`Samples` ``w``.
+    Of the gradients of single samples (``sharing="exact"``) one record holds all calls in a pass that feed a block, as the
+    :class:`Samples` ``w``.
     """
 
     module: nn.Module
@@ -112,11 +113,12 @@ class Collector:
         self.passes = 0
         self.total: int | float | Tensor = 0
         self._pass: Pass | None = None
-        #: With ``sharing="exact"``, calls that wait until all calls of their backward pass are there.
+        #: For gradients of single samples, calls that wait until all calls of their backward pass are there.
         self._calls: list[Call] = []
         #: Calls that this pass has already used: a call that two losses depend on counts once.
         self._heard: set[Loan] = set()
-        #: Of the layers seen so far, whether each was given the samples, in their order.
+        #: The layers that were looked at, and whether each (or part of one) was given the samples, in their order.
+        self._known: set[nn.Module] = set()
         self._given: dict[nn.Module, bool] = {}
         self._units: Units | None = None
         self._handles: list[RemovableHandle] = []
@@ -132,6 +134,7 @@ class Collector:
     def watch(self, units: Units) -> None:
         """Watch the layers of these units and no others, from the next forward pass on."""
         self._units = units
+        self._known, self._given = set(), {}
         self.probe.watch(units.watched, units.parts)
 
     def schedule(self, due: bool) -> None:
@@ -290,7 +293,8 @@ class Collector:
     def _sum_up(self) -> None:
         """Make one record from all calls of one vector, for each block that takes gradients of single samples.
 
-        With ``sharing="recurrent"``, calls on different numbers of sequences count as different samples.
+        With ``sharing="recurrent"``, calls on equally many sequences are taken for calls on the same ones (a cell in a
+        loop), others for calls on others.
         """
         if not self._calls:
             return
@@ -375,19 +379,21 @@ class Collector:
     def _find_samples(self, output: Tensor, uses: list[Use], vector: Tensor, part: Part) -> None:
         """Which new layers were given the samples: those whose derivatives are zero where the output's are made so.
 
-        Not, say, as many prototypes, nor the samples in another order.
+        Not, say, as many prototypes, nor the samples in another order. A layer that has no derivatives at all does not
+        tell: it is asked again.
         """
-        fresh = [use for use in uses if use.module not in self._given]
+        fresh = [use for use in uses if use.module not in self._known]
 
         def look(use: Use, deltas: Deltas) -> None:
             for call in use.calls(deltas):
-                same = len(call.a) == part.samples and part.holds(call.delta)
-                self._given[call.module] = self._given.get(call.module, True) and same
+                if call.delta.any():
+                    same = len(call.a) == part.samples and part.holds(call.delta)
+                    self._given[call.module] = self._given.get(call.module, True) and same
+                    self._known.add(use.module)
 
         if fresh:
             with Asking(output, fresh, look, {}) as asking:
                 asking.backpropagate(part.alone(vector))
-            self._given |= {u.module: True for u in fresh if u.module not in self._given}
 
     def _some(self, call: Call, part: Part | None) -> Call:
         """The part of a call's samples that stands for all of them.

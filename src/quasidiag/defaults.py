@@ -24,8 +24,14 @@ class Defaults(NamedTuple):
     safeguard: tuple[float, float, float] | None
 
     def but(self, **given: Any) -> Defaults:
-        """A copy with the values that were given, those that are not ``None``, in place of the defaults."""
-        return self._replace(**{name: value for name, value in given.items() if value is not None})
+        """A copy with the values that were given, those that are not ``None``, in place of the defaults.
+
+        With the exact metric, sequences would have to be kept for each of its vectors, so positions are counted.
+        """
+        values = {name: value for name, value in given.items() if value is not None}
+        if values.get("metric") == "exact":
+            values.setdefault("sharing", "expand")
+        return self._replace(**values)
 
 
 #: The arguments ``unit``, ``layer`` and ``dead`` of ``reductions.safeguarded``.

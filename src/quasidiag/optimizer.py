@@ -71,9 +71,8 @@ class Riemannian(Saved):
             average. By default ``"first"``; with ``step="auto"`` this :math:`γ_t` throughout.
         metric_every: update the metric every this many steps: 1, or with ``step="auto"`` 8 (after the first four).
         sharing: how a layer that is applied at several positions of a sample enters the metric (:mod:`quasidiag.sharing`):
-            ``"expand"`` counts each position as one more occurrence, ``"exact"`` takes the gradient of the whole sample,
-            ``"reduce"`` one position with the average activity. By default ``"expand"``, with ``step="auto"``
-            ``"recurrent"``: ``"exact"`` in recurrent layers only.
+            ``"expand"`` counts each position as one more occurrence, ``"exact"`` takes the whole sample's gradient,
+            ``"reduce"`` an average position; ``"recurrent"``, the default with ``step="auto"``, is exact where layers recur.
         metric_fraction: the share of each minibatch that enters the metric (all of it in lookup tables): 1, or with
             ``step="auto"`` as many samples as matter (:mod:`quasidiag.strata`).
         step_fraction: the share on which ``step="auto"`` measures its quadratic model (:mod:`quasidiag.auto.quadratic`).

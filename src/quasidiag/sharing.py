@@ -12,7 +12,8 @@ the metric of a unit (bias first, :math:`\tilde a = (1, a)`) is
 
 ``recurrent`` is ``exact`` in recurrent layers and ``expand`` in all others. A recurrent layer's derivatives at successive
 positions are much alike, so that they add up: ``expand`` would have its metric too small by up to the number of positions,
-and its steps too long beside those of other layers.
+and its steps too long beside those of other layers. All calls of a pass on equally many sequences are taken for calls on the
+same ones, as those of a cell in a loop are.
 
 With one position all are the same. ``expand`` is the cheapest, the layer's own gradient kernel twice. ``exact``
 forms gradients of single samples, a few at a time: never more than :data:`BUDGET` numbers at once, or one sample's if

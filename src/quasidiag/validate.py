@@ -78,7 +78,7 @@ def options(**given: Any) -> None:
             fraction(name, given[name])
     if given["metric"] == "backpropagated" and given["sharing"] in ("exact", "reduce"):
         raise ValueError(
-            "the backpropagated metric has no derivatives to sum: it needs sharing='expand'"
+            "the backpropagated metric has no derivatives to sum: leave sharing out, or use 'expand'"
         )
     if given["metric"] == "backpropagated" and (given["metric_fraction"] or 1) < 1:
         raise ValueError("the backpropagated metric takes the whole minibatch: use metric_every")

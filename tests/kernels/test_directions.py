@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import math
+import shutil
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -24,6 +26,8 @@ vectors = pytest.mark.skipif(
 )
 
 
+#: Whether this processor multiplies in bfloat16.
+PAIRS = native.pairs()
 #: In bfloat16, numbers next to a tie are rounded to either side.
 CLOSE = {False: 2e-4, True: 5e-3}
 
@@ -31,10 +35,18 @@ CLOSE = {False: 2e-4, True: 5e-3}
 @pytest.fixture(autouse=True, params=[False, True], ids=["float32", "bfloat16"])
 def half(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> bool:
     """Whether products are in bfloat16."""
-    if request.param and not native.pairs():
+    if request.param and not PAIRS:
         pytest.skip("a processor that does not multiply in bfloat16")
     monkeypatch.setattr(native, "pairs", lambda: request.param)
     return bool(request.param)
+
+
+def test_a_processor_that_multiplies_in_bfloat16_is_told_from_others() -> None:
+    """By what Linux says of it. (A compiler that is old, or not GNU's, leaves it out.)"""
+    if "avx512_bf16" not in Path("/proc/cpuinfo").read_text() or not native.vectors():
+        assert not PAIRS
+    elif torch.backends.cpu.get_cpu_capability() == "AVX512" and shutil.which("gcc"):
+        assert PAIRS
 
 
 def a_root(kept: str, layers: int, units: int, n: int) -> Root:

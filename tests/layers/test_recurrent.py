@@ -13,6 +13,7 @@ from torch.func import functional_call
 from torch.nn.utils.rnn import pack_padded_sequence, pad_packed_sequence
 
 import quasidiag as qd
+from quasidiag.layers.base import known_adapter
 from quasidiag.units import find_units
 
 N, T, IN, HIDDEN = 3, 4, 3, 2
@@ -209,6 +210,9 @@ def test_recurrent_sharing_is_the_default_of_the_step_without_a_learning_rate() 
     assert qd.Riemannian(model, qd.Categorical()).sharing == "recurrent"
     assert qd.Riemannian(model, qd.Categorical(), sharing="expand").sharing == "expand"
     assert qd.Riemannian(model, qd.Categorical(), lr=0.1).sharing == "expand"
+    assert qd.Riemannian(model, qd.Categorical(), metric="exact").sharing == "expand"
+    chain = nn.Sequential(nn.Linear(IN, 3))
+    assert qd.Riemannian(chain, qd.Categorical(), metric="backpropagated").sharing == "recurrent"
 
 
 def test_a_state_is_measured_from_zero_and_an_input_from_its_mean() -> None:
@@ -221,6 +225,26 @@ def test_a_state_is_measured_from_zero_and_an_input_from_its_mean() -> None:
         optimizer.step()
     assert optimizer.state[model.layer.weight_ih_l0]["shift"].any()
     assert "shift" not in optimizer.state[model.layer.weight_hh_l0]
+
+
+def test_which_inputs_are_states() -> None:
+    for module in (nn.LSTM(IN, HIDDEN, num_layers=2, proj_size=1), nn.GRUCell(IN, HIDDEN)):
+        parts = known_adapter(module).parts(module)  # type: ignore[attr-defined]
+        assert {name for name, part in parts.items() if part.state} == {
+            name for name in parts if name.startswith("hh")
+        }
+
+
+@pytest.mark.parametrize("options", [{"metric_fraction": 0.5}, {"samples": 2}], ids=str)
+def test_recurrent_sharing_with_other_options(options: dict[str, Any]) -> None:
+    model, loss = Encoded("GRU"), qd.Categorical()
+    optimizer = qd.Riemannian(model, loss, **options)
+    for _ in range(5):
+        optimizer.zero_grad()
+        value = loss(model(torch.randn(8, T, IN)), torch.randint(3, (8, T)))
+        value.backward()
+        optimizer.step()
+    assert value.isfinite()
 
 
 class Shorter(nn.Module):

@@ -84,11 +84,11 @@ static void multiply_pairs(int64_t k, const float *x, int64_t xs, const float *y
 static void pair(float *to, const float *first, const float *second) {}
 #endif
 
-/* How many rows `rows` rows are in a product. */
+/* How many rows of numbers, or of pairs, hold `rows` rows. */
 static int64_t lines(const problem *m, int64_t rows) { return m->pairs ? parts(rows, 2) : rows; }
 
-/* G <- X X^T of every matrix, from X^T; only the tiles on the diagonal and above. Up to DEPTH columns at a time are summed
- * separately: else the rounding errors of many columns that are alike could exceed the smallest shift. */
+/* G <- X X^T of every matrix, from X^T; only the tiles on the diagonal and above. Up to DEPTH columns (or pairs) at a time are
+ * summed separately: else the rounding errors of many columns that are alike could exceed the smallest shift. */
 static void square(const problem *m) {
     const int64_t stride = m->stride, n = lines(m, m->n), depth = parts(n, parts(n, DEPTH));
 #pragma omp for schedule(dynamic)
@@ -362,7 +362,8 @@ static void finish(const problem *m) {
 
 /* The sizes for matrices of g rows and n columns, which lie `row` and `column` apart. */
 problem plan(int64_t g, int64_t n, int64_t row, int64_t column, int64_t poles, int pairs) {
-    problem m = {.pairs = pairs && g >= FEW, .poles = poles, .g = g, .n = n, .row = row, .column = column, .panels = parts(g, WIDTH)};
+    problem m = {.poles = poles, .g = g, .n = n, .row = row, .column = column, .panels = parts(g, WIDTH)};
+    m.pairs = pairs && g >= FEW;
     m.side = parts(g, ROWS) * ROWS;
     m.stride = (m.panels * WIDTH / LINE | 1) * LINE;
     m.size = m.side * m.stride;

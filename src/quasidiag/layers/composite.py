@@ -41,7 +41,7 @@ class Call(NamedTuple):
 class Part(nn.Linear):
     """A dense layer made of parameters that belong to another module.
 
-    Its inputs are the module's ``state`` if that is what the module hands on to itself.
+    ``state`` says whether its inputs are what the module hands on to itself, from one time step to the next.
     """
 
     def __init__(
