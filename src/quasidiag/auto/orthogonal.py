@@ -82,8 +82,8 @@ def by_poles(matrices: Tensor, half: bool = False) -> Tensor:
     shows in pivots of less than half the shift :math:`s_j`, is left out.
 
     If ``half``, :math:`X` and what multiplies it are rounded to bfloat16, and sums are not: as the compiled code does on
-    processors that multiply in bfloat16 (``kernels/orthogonal.c``). That adds noise in directions at random: a few per cent
-    for gradients of networks, but up to a half where a matrix has hardly more than one direction.
+    processors that are faster in bfloat16 (``kernels/orthogonal.c``). That adds noise in directions at random: a few per
+    cent for gradients of networks, but up to a half where a matrix has hardly more than one direction.
     """
     x, tall = _prepared(matrices)
     x = _rounded(x) if half else x

@@ -44,7 +44,7 @@ __attribute__((noinline)) static void multiply(int64_t k, const float *x, int64_
 }
 
 #ifdef PAIRS
-int qd_pairs(void) { return __builtin_cpu_supports("avx512bf16"); }
+int qd_pairs(void) { return __builtin_cpu_is("amd") && __builtin_cpu_supports("avx512bf16"); }
 
 /* As `multiply`, of `k` rows of pairs. */
 __attribute__((noinline, target("avx512bf16"))) static void multiply_pairs(int64_t k, const float *x, int64_t xs,
