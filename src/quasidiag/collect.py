@@ -242,7 +242,7 @@ class Collector:
             return
         for whole in seen.calls(deltas):
             call, scale = self._share(seen, whole, self._pass.scale)
-            if self._units is not None and self._units.summed(call.module):
+            if self._summed(call.module):
                 self._hold(call, scale)
                 continue
             a, delta = self._brought(call)
@@ -263,6 +263,11 @@ class Collector:
             return call, scale
         call = Call(call.module, call.a[:share], call.delta[:share])
         return call, scale * (samples / share) ** 0.5
+
+    def _summed(self, module: nn.Module) -> bool:
+        """Whether gradients of single samples are kept of a layer (or part)."""
+        assert self._units is not None
+        return self._units.summed(module)
 
     def _brought(self, call: Call) -> tuple[Tensor, Tensor]:
         """Activity and derivative; with ``sharing="reduce"`` those of one position per sample."""
@@ -340,7 +345,7 @@ class Collector:
                 ones[use] = [d.new_ones(()).expand_as(d) for d in deltas if d is not None]
             for whole in use.calls(deltas):
                 call, by = self._share(use.seen, self._some(whole, part), scale)
-                if self._units is not None and self._units.summed(call.module):
+                if self._summed(call.module):
                     self._hold(call, by)
                     continue
                 a, delta = self._brought(call)

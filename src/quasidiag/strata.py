@@ -70,8 +70,8 @@ class Part:
         return torch.where(self._mine(x), x, 0.0)
 
     def holds(self, x: Tensor) -> bool:
-        """Whether ``x`` has the same number of rows for every sample, and nothing but zeros in those of the others."""
-        return len(x) % self.samples == 0 and not torch.where(self._mine(x), 0.0, x).any()
+        """Whether ``x``, with the same number of rows for every sample, has nothing but zeros in those of the others."""
+        return not torch.where(self._mine(x), 0.0, x).any()
 
     def _mine(self, x: Tensor) -> Tensor:
         """Whether rows of ``x`` are of this part, of a shape to go with it."""

@@ -84,6 +84,11 @@ static void multiply_pairs(int64_t k, const float *x, int64_t xs, const float *y
 static void pair(float *to, const float *first, const float *second) {}
 #endif
 
+/* c <- x^T y as by `multiply`, of numbers or of pairs. */
+static void multiply_lines(const problem *m, int64_t k, const float *x, const float *y, int64_t ys, int more, float *c) {
+    (m->pairs ? multiply_pairs : multiply)(k, x, m->stride, y, ys, more, c, WIDTH);
+}
+
 /* How many rows of numbers, or of pairs, hold `rows` rows. */
 static int64_t lines(const problem *m, int64_t rows) { return m->pairs ? parts(rows, 2) : rows; }
 
@@ -99,8 +104,7 @@ static void square(const problem *m) {
         for (int64_t s = 0; s < n; s += depth)
             for (int64_t row = 0; row < least(m->side, column + WIDTH); row += ROWS) {
                 float *c = m->gram + which * m->size + row * stride + column;
-                (m->pairs ? multiply_pairs : multiply)(least(depth, n - s), x + s * stride + row, stride,
-                                                       x + s * stride + column, stride, 0, tile, WIDTH);
+                multiply_lines(m, least(depth, n - s), x + s * stride + row, x + s * stride + column, stride, 0, tile);
                 for (int64_t r = 0; r < ROWS; r++)
 #pragma omp simd
                     for (int64_t j = 0; j < WIDTH; j++) c[r * stride + j] = tile[r * WIDTH + j] + (s ? c[r * stride + j] : 0);
@@ -346,9 +350,8 @@ static void finish(const problem *m) {
             take_lines(m, panel, WIDTH, x + each * s * m->row, m->row, m->column, least(each * depth, m->g - each * s),
                        there, by);
             for (int64_t row = 0; row < m->g; row += ROWS)
-                (m->pairs ? multiply_pairs : multiply)(least(depth, g - s),
-                                                       m->gram + which * m->size + s * m->stride + row, m->stride,
-                                                       panel, WIDTH, s > 0, result[row], WIDTH);
+                multiply_lines(m, least(depth, g - s), m->gram + which * m->size + s * m->stride + row, panel, WIDTH, s > 0,
+                               result[row]);
         }
         for (int64_t r = 0; r < m->g; r++) {
             float *to = x + r * m->row;
