@@ -14,6 +14,7 @@ import math
 from collections.abc import Iterator
 from typing import NamedTuple
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -29,21 +30,28 @@ class Stratum(NamedTuple):
 
 
 class Part:
-    """Some of the ``samples``, in their order, by the numbers ``picked``, which are given stratum by stratum."""
+    """Some of the ``samples``, in their order, by the numbers ``picked``, which are given stratum by stratum.
 
-    def __init__(self, samples: int, picked: Tensor, strata: list[Stratum]) -> None:
+    They are chosen on the CPU, in numpy: a device takes longer to begin with so few numbers than numpy with all of them.
+    """
+
+    def __init__(
+        self, samples: int, picked: np.ndarray, strata: list[Stratum], device: torch.device
+    ) -> None:
         self.samples, self.strata = samples, strata
-        self.picked, order = picked.sort()  # a model may rely on the order, as of sorted sequences
-        each = [stratum.each for stratum in strata for _ in range(stratum.kept)]
-        dtype = torch.float32 if order.device.type == "mps" else torch.float64
-        self._each = torch.tensor(each, dtype=dtype, device=order.device)[order]
-        self._places = order.argsort().split([stratum.kept for stratum in strata])
+        order = picked.argsort()  # a model may rely on the order, as of sorted sequences
+        self.picked = torch.from_numpy(picked[order]).to(device)
+        self._sizes = [stratum.kept for stratum in strata]
+        each = np.repeat([stratum.each for stratum in strata], self._sizes)[order]
+        precise = device.type != "mps"
+        self._each = torch.from_numpy(each if precise else each.astype(np.float32)).to(device)
+        self._places = torch.from_numpy(order.argsort()).to(device)
 
     @classmethod
     def even(cls, samples: int, kept: int, device: torch.device) -> Part:
         """So many samples, at even distances because they may be sorted."""
-        picked = torch.arange(kept, device=device) * samples // kept
-        return cls(samples, picked, [Stratum(kept, samples / kept)])
+        picked = np.arange(kept) * samples // kept
+        return cls(samples, picked, [Stratum(kept, samples / kept)], device)
 
     @property
     def kept(self) -> int:
@@ -90,9 +98,10 @@ class Part:
             yield self.strata[0].each, output, target
             return
         both = [x.unflatten(0, (self.kept, -1)) for x in (output, target)]
-        for (_, each), places in zip(self.strata, self._places):
-            y, t = (x.index_select(0, places.to(x.device)).flatten(0, 1) for x in both)
-            yield each, y, t
+        both = [x.index_select(0, self._places.to(x.device)) for x in both]
+        pieces = zip(self.strata, *(x.split(self._sizes) for x in both))
+        for (_, each), y, t in pieces:
+            yield each, y.flatten(0, 1), t.flatten(0, 1)
 
 
 class Strata:
@@ -100,31 +109,30 @@ class Strata:
 
     def __init__(self, derivatives: Tensor) -> None:
         dtype = torch.promote_types(derivatives.dtype, torch.float32)
-        sizes = torch.linalg.vector_norm(derivatives, dim=1, dtype=dtype).nan_to_num(0.0, 0.0)
-        sizes, self._order = sizes.sort(descending=True)
-        sizes = sizes / sizes[0].clamp_min(torch.finfo(sizes.dtype).tiny)  # squares might underflow
+        lengths = torch.linalg.vector_norm(derivatives.detach(), dim=1, dtype=dtype)
+        sizes = np.nan_to_num(lengths.cpu().numpy(), nan=0.0, posinf=0.0)
+        self._device, self._order = derivatives.device, (-sizes).argsort(kind="stable")
+        sizes = sizes[self._order]
+        sizes = sizes / max(sizes[0], np.finfo(sizes.dtype).tiny)  # squares might underflow
         self.samples = len(sizes)
-        mass = (sizes + sizes.mean()).cumsum(0)
-        inner = torch.arange(1, STRATA, device=mass.device) * mass[-1] / STRATA
-        cuts = (torch.searchsorted(mass, inner) + 1).to(mass.dtype)
-        matter = sizes.sum().square() / sizes.square().sum()
-        *found, matter = torch.cat([cuts, matter.view(1)]).tolist()  # one copy from the device
-        self._cuts = [0, *(min(int(cut), self.samples) for cut in found), self.samples]
+        mass = (sizes + sizes.mean()).cumsum()
+        cuts = mass.searchsorted(np.arange(1, STRATA) / STRATA * mass[-1]) + 1
+        self._cuts = [0, *(min(int(cut), self.samples) for cut in cuts), self.samples]
+        squares = float(np.square(sizes).sum())
         #: How many samples matter; all, if none does.
-        self.matter = matter if matter > 0 else float(self.samples)
+        self.matter = float(sizes.sum()) ** 2 / squares if squares else float(self.samples)
 
     def part(self, kept: int) -> Part:
         """So many samples that stand for all, ``STRATA`` at least."""
         strata: list[Stratum] = []
-        places: list[Tensor] = []
+        places: list[np.ndarray] = []
         for after, (start, end) in zip(reversed(range(STRATA)), zip(self._cuts, self._cuts[1:])):
             size, left = end - start, kept - sum(stratum.kept for stratum in strata)
             few = min(size, math.ceil(left / (after + 1)))
             if few:
                 strata.append(Stratum(few, size / few))
-                places.append((2 * torch.arange(few) + 1) * size // (2 * few) + start)
-        picked = self._order[torch.cat(places).to(self._order.device)]
-        return Part(self.samples, picked, strata)
+                places.append((2 * np.arange(few) + 1) * size // (2 * few) + start)
+        return Part(self.samples, self._order[np.concatenate(places)], strata, self._device)
 
     @property
     def enough(self) -> int:
