@@ -14,7 +14,7 @@ import quasidiag as qd
 from quasidiag.auto import quadratic
 from quasidiag.auto.directions import after_step
 from quasidiag.auto.parabola import Parabola
-from quasidiag.auto.quadratic import SHORTER, SHORTEST, QuadraticModel
+from quasidiag.auto.quadratic import PROVEN, SHORTER, SHORTEST, QuadraticModel
 from quasidiag.auto.report import WARM_UP, Report
 
 
@@ -125,6 +125,45 @@ def test_what_trials_leave_is_remembered(monkeypatch: pytest.MonkeyPatch) -> Non
 def test_the_first_steps_leave_nothing_to_remember(monkeypatch: pytest.MonkeyPatch) -> None:
     loss = Steeper(3.9, monkeypatch, steps=WARM_UP - 1)
     assert loss.parts(3) == [0.25] * 3 and loss.model.report.trust == 1.0
+
+
+def test_a_promise_that_was_kept_is_believed_for_a_while(monkeypatch: pytest.MonkeyPatch) -> None:
+    """One measured step is tried and ``PROVEN`` are not, until one fails; in doubt, each is."""
+    loss = Steeper(1.0, monkeypatch)
+    loss.parts(3 * (PROVEN + 1))
+    assert loss.trials == 3 and loss.model.report.proven == 0
+    loss.times = 3.9
+    loss.trials = 0
+    loss.parts(1)
+    assert loss.trials == 3 and loss.model.report.doubt and loss.model.report.proven == 0
+    loss.parts(1)
+    assert loss.trials > 3
+
+
+def test_the_first_steps_are_all_tried(monkeypatch: pytest.MonkeyPatch) -> None:
+    loss = Steeper(1.0, monkeypatch, steps=WARM_UP - 1)
+    loss.parts(5)
+    assert loss.trials == 5
+
+
+def test_a_retreat_ends_the_belief() -> None:
+    torch.manual_seed(0)
+    model, loss = nn.Linear(4, 3), qd.Categorical()
+    x = torch.randn(500, 4)
+    optimizer = qd.Riemannian(model, loss, averaged=False)
+    for _ in range(2):
+        optimizer.zero_grad()
+        loss(model(x), x[:, :3].argmax(1)).backward()
+        optimizer.step()
+    optimizer.auto.proven = PROVEN
+    with torch.no_grad():
+        model.weight.add_(50.0 * torch.randn(3, 4))
+        optimizer.state[model.weight]["update"].add_(model.weight)
+    before = optimizer.auto.retreats
+    optimizer.zero_grad()
+    loss(model(x), x[:, :3].argmax(1)).backward()
+    optimizer.step()
+    assert optimizer.auto.retreats == before + 1 and optimizer.auto.proven == 0
 
 
 @pytest.mark.parametrize("trials", [0, quadratic.TRIALS])

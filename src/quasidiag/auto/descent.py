@@ -137,7 +137,7 @@ def retreat_(optimizer: Riemannian, model: QuadraticModel, judges: bool, usable:
             p.copy_(before)
             rest.back_(optimizer.state[p])  # or the average would still have the bad steps in it
         del optimizer.state[p]["update"]
-    report.length, report.stride, report.steady = 0.0, 0, False
+    report.length, report.stride, report.steady, report.proven = 0.0, 0, False, 0
     report.retreats += 1
     model.replay.look_again()
     return True

@@ -52,8 +52,9 @@ LITTLE = 0.25
 LESS = 3
 #: A step that promises more than ``LITTLE`` of what the loss could fall is tried on its own minibatch, up to ``TRIALS``
 #: times, because the further outputs move, the less their loss is a parabola. So are the very first step, and one after a
-#: step that did not keep its promise: less than ``TRUE`` of it came true.
-TRIALS, TRUE = 6, 0.5
+#: step that did not keep its promise: less than ``TRUE`` of it came true. After one that did, the promises of the next
+#: ``PROVEN`` measured steps are believed, once the first steps are over.
+TRIALS, TRUE, PROVEN = 6, 0.5, 3
 #: If a trial fails, the step is shortened for the next one, to ``SHORTER`` of it at least: through many layers the loss is
 #: much steeper further on than a parabola. It is shortened to ``SHORTEST`` if the loss rose by ``FAR`` times itself.
 SHORTER, FAR = 0.5, 1e3
@@ -191,16 +192,18 @@ class QuadraticModel:
         """
         report, trust, left = self.report, self.report.trust, 1.0
         report.doubt, doubt = False, report.doubt
+        report.proven, proven = max(0, report.proven - 1), report.proven > 0
         if not report.besides < 0.5 * report.unbounded:
             return part
         part = min(part, trust)
         for _ in range(TRIALS):
             steeper = parabola.steeper(part * left)
-            bold = -steeper.change(steeper.step) > LITTLE * room
+            bold = not proven and -steeper.change(steeper.step) > LITTLE * room
             if not (doubt or bold or trust < 1):
                 break
             tried = self._tried(steeper, directions, ranks)
             if tried == 1:
+                report.proven = PROVEN if left == 1 and report.steps >= WARM_UP else 0
                 break
             left, doubt, report.doubt = left * tried, True, True
         if report.steps >= WARM_UP:  # the first steps tell little about later ones

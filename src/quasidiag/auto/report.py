@@ -68,6 +68,8 @@ class Report:
         spread: Running variance of the minibatches' losses.
         losses: Number of losses in ``level`` and ``spread``.
         doubt: Whether a trial shortened the last measured step, or none was measured yet: the next one is tried.
+        proven: Number of measured steps to come that are not tried though they promise much, because the last one kept its
+            promise.
         trust: Average part of the model's undamped step that trials leave; the next one begins with no more.
         steady: Whether the next step may reuse the coefficients of the last measured one.
         coefficients: Coefficient of each direction in the last measured step, at a factor of 1.
@@ -121,6 +123,7 @@ class Report:
     spread: float = 0.0
     losses: int = 0
     doubt: bool = True
+    proven: int = 0
     trust: float = 1.0
     steady: bool = False
     coefficients: dict[str, float] = field(default_factory=dict)
