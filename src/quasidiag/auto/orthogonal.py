@@ -13,6 +13,7 @@ are no such matrix (norms, embeddings, sparse layers) are brought to the same le
 from __future__ import annotations
 
 import functools
+import itertools
 import math
 from collections.abc import Mapping, Sequence
 from typing import NamedTuple
@@ -44,7 +45,7 @@ MARGIN = 1.02
 #: is wide if it has more than ``WIDE`` units *and* more than ``WIDE`` inputs.
 GROUP, WIDE = 176, 320
 #: Matrices are padded into one batch if it has at most ``SMALL`` numbers, and at most ``WASTE`` times as many as they do.
-SMALL, WASTE = {"cpu": 2**15, "cuda": 2**24}, 4
+SMALL, WASTE = {"cpu": 2**15, "cuda": 2**26}, 4
 #: The sides of padded matrices are multiples of this, as tensor cores want them.
 EIGHT = 8
 #: A unit of a wide layer is divided by its length, but by no less than this: a shorter one does not come to length one.
@@ -63,7 +64,7 @@ def newton_schulz(matrices: Tensor) -> Tensor:
     x, tall = _prepared(_by_eights(matrices.bfloat16()) if half else matrices)
     margin = MARGIN if x.dtype == torch.bfloat16 else 1.0
     gram = x @ x.mT
-    x = (x / _bound(gram @ gram).sqrt()).to(x.dtype)
+    x = x.mul_(_bound(gram @ gram).rsqrt().to(x.dtype))
     for a, b, c in QUINTICS:
         a, b, c = a / margin, b / margin**3, c / margin**5
         gram = x @ x.mT
@@ -125,7 +126,8 @@ def _bound(square: Tensor) -> Tensor:
 def _prepared(x: Tensor) -> tuple[Tensor, bool]:
     """Transposed if tall (and whether), with 1 as the largest entry: the squares of a very small gradient underflow."""
     tall = x.shape[-2] > x.shape[-1]
-    x = x / x.abs().amax((-2, -1), keepdim=True).clamp_min(torch.finfo(x.dtype).tiny)
+    most = torch.linalg.vector_norm(x, math.inf, (-2, -1), keepdim=True)
+    x = x / most.clamp_min(torch.finfo(x.dtype).tiny)
     return (x.mT if tall else x), tall
 
 
@@ -169,57 +171,100 @@ def _together(o: Tensor, shape: torch.Size) -> Tensor:
 class Kind(NamedTuple):
     """What decides whether matrices are batched with others: their sides, number, dtype and device."""
 
-    shorter: int
-    longer: int
-    layers: int
+    rows: int
+    columns: int
+    number: int
     dtype: torch.dtype
     device: torch.device
 
     @classmethod
     def of(cls, u: Tensor) -> Kind:
-        return cls(min(u.shape[1:]), max(u.shape[1:]), len(u), u.dtype, u.device)
+        return cls(u.shape[1], u.shape[2], len(u), u.dtype, u.device)
 
     @property
-    def size(self) -> int:
-        return self.shorter * self.longer
+    def sides(self) -> tuple[int, int]:
+        """The shorter side, and the longer one."""
+        return min(self.rows, self.columns), max(self.rows, self.columns)
+
+
+class Room(NamedTuple):
+    """Matrices, by index, that share a tensor ``[number, *sides]``: where each begins, and whether it is transposed."""
+
+    members: list[int]
+    firsts: list[int]
+    turned: list[bool]
+    number: int
+    sides: tuple[int, int]
 
 
 def factors(us: Sequence[Tensor]) -> list[Tensor]:
     """:func:`factor` of each; small ones of similar shapes are padded with zeros, which stay zeros, and batched."""
     matrices = [*map(_apart, us)]
     found: dict[int, Tensor] = {}
-    for batch in _rooms(tuple(map(Kind.of, matrices))):
-        if len(batch) == 1:
-            found[batch[0]] = _together(_polar(matrices[batch[0]]), us[batch[0]].shape)
+    for members, firsts, turned, number, sides in _rooms(tuple(map(Kind.of, matrices))):
+        if len(members) == 1:
+            found[members[0]] = _together(_polar(matrices[members[0]]), us[members[0]].shape)
             continue
-        tall = [matrices[i].shape[1] > matrices[i].shape[2] for i in batch]
-        flat = [matrices[i].mT if high else matrices[i] for i, high in zip(batch, tall)]
-        counts = [len(x) for x in flat]
-        sides = (math.ceil(max(x.shape[d] for x in flat) / EIGHT) * EIGHT for d in (1, 2))
-        room = flat[0].new_zeros(sum(counts), *sides)
-        for x, part in zip(flat, room.split(counts)):
-            part[:, : x.shape[1], : x.shape[2]] = x
-        for i, high, x, o in zip(batch, tall, flat, _polar(room).split(counts)):
-            o = o[:, : x.shape[1], : x.shape[2]]
+        flat = [matrices[i].mT if high else matrices[i] for i, high in zip(members, turned)]
+        room = flat[0].new_zeros(number, *sides)
+        for x, first in zip(flat, firsts):
+            room[first : first + len(x), : x.shape[1], : x.shape[2]] = x
+        room = _polar(room)
+        for i, high, x, first in zip(members, turned, flat, firsts):
+            o = room[first : first + len(x), : x.shape[1], : x.shape[2]]
             found[i] = _together(o.mT if high else o, us[i].shape)
     return [found[i] for i in range(len(us))]
 
 
+def on_device(wanted: Sequence[kernels.Wanted], batch: bool = True) -> list[list[Tensor]]:
+    """The steps of layers that are ``kernels.turned``: matrices come into being in bfloat16, where they are batched."""
+    found: dict[int, list[Tensor]] = {}
+    for room in _rooms(tuple(map(_kind, wanted)), batch):
+        matrices = (
+            wanted[room.members[0]].v[-1].new_zeros(room.number, *room.sides, dtype=torch.bfloat16)
+        )
+        of = [*zip(room.members, room.firsts, room.turned)]
+        for i, first, turned in of:
+            kernels.turn_(wanted[i], kernels.Place(matrices, first, turned))
+        matrices = newton_schulz(matrices)
+        for i, first, turned in of:
+            found[i] = kernels.turn_back(wanted[i], kernels.Place(matrices, first, turned))
+    return [found[i] for i in range(len(wanted))]
+
+
+def _kind(wanted: kernels.Wanted) -> Kind:
+    v = wanted.v[-1]
+    layers, units, n = v.shape
+    columns = n + len(wanted.v) - 1
+    return Kind(
+        math.ceil(units / wanted.groups), columns, layers * wanted.groups, v.dtype, v.device
+    )
+
+
 @functools.lru_cache(64)  # every step asks for the same layers
-def _rooms(kinds: tuple[Kind, ...]) -> list[list[int]]:
-    """Which matrices, by index, go into one batch: small ones of similar shapes, so that padding stays within ``WASTE``."""
+def _rooms(kinds: tuple[Kind, ...], batch: bool = True) -> list[Room]:
+    """Which matrices share a room: small ones of similar shapes, so that padding stays within ``WASTE``; else none does."""
     rooms: list[list[int]] = []
-    for i in sorted(range(len(kinds)), key=lambda i: kinds[i][:2]):
-        room = [*(rooms[-1] if rooms else []), i]
-        rows, columns = (max(sides) for sides in zip(*(kinds[k][:2] for k in room)))
-        numbers = sum(kinds[k].layers for k in room) * rows * columns
-        filled = sum(kinds[k].layers * kinds[k].size for k in room)
-        most = min(WASTE * filled, SMALL.get(kinds[i].device.type, 0))
-        if len({kinds[k][3:] for k in room}) == 1 < len(room) and numbers <= most:
-            rooms[-1] = room
+    for i in sorted(range(len(kinds)), key=lambda i: kinds[i].sides):
+        together = [*(rooms[-1] if rooms else []), i]
+        rows, columns = (max(of) for of in zip(*(kinds[k].sides for k in together)))
+        numbers = sum(kinds[k].number for k in together) * rows * columns
+        filled = sum(kinds[k].number * kinds[k].rows * kinds[k].columns for k in together)
+        most = min(WASTE * filled, SMALL.get(kinds[i].device.type, 0)) if batch else 0
+        if len({kinds[k][3:] for k in together}) == 1 < len(together) and numbers <= most:
+            rooms[-1] = together
         else:
             rooms.append([i])
-    return rooms
+    return [_room(members, [kinds[i] for i in members]) for members in rooms]
+
+
+def _room(members: list[int], kinds: Sequence[Kind]) -> Room:
+    alone = len(members) == 1
+    sides = [kind[:2] if alone else kind.sides for kind in kinds]
+    rows, columns = (math.ceil(max(of) / EIGHT) * EIGHT for of in zip(*sides))
+    firsts = [0, *itertools.accumulate(kind.number for kind in kinds)]
+    turned = [not alone and kind.rows > kind.columns for kind in kinds]
+    return Room(members, firsts[:-1], turned, firsts[-1], (rows, columns))
 
 
 def _polar(matrices: Tensor) -> Tensor:
@@ -250,7 +295,8 @@ def steps(
     left: list[tuple[Stack, Root, Tensor]] = []
     roots = [stack.root(state) for stack in stacks]
     rows = [stack.rows([gradients[block] for block in stack.blocks]) for stack in stacks]
-    quick = iter(at_once([wanted(r, v) for r, v, s in zip(roots, rows, stacks) if s.mixes]))
+    of = [wanted(r, v) for r, v, s in zip(roots, rows, stacks) if s.mixes]
+    quick = iter(at_once(of, batch))
     for stack, root, v in zip(stacks, roots, rows):
         step = next(quick) if stack.mixes else None
         if step is None:
@@ -270,13 +316,16 @@ def directions(wanted: Sequence[kernels.Wanted]) -> kernels.Directions:
     return kernels.Directions(wanted, ENTIRE, POLES)
 
 
-def at_once(wanted: Sequence[kernels.Wanted]) -> list[list[Tensor] | None]:
-    """The steps of these layers, found by one kernel call; ``None`` for those that no kernel can find."""
-    able = [kernels.directed(layers) for layers in wanted]
-    some = [layers for layers, fit in zip(wanted, able) if fit]
-    found = iter(directions(some).find() or [] if some else [])
-    steps = [next(found, None) if fit else None for fit in able]
-    return [None if step is None else step.steps for step in steps]
+def at_once(wanted: Sequence[kernels.Wanted], batch: bool = True) -> list[list[Tensor] | None]:
+    """The steps of these layers, found by kernels for the CPU or a GPU; ``None`` for those that none can find."""
+    found: dict[int, list[Tensor]] = {}
+    able = [i for i, layers in enumerate(wanted) if kernels.directed(layers)]
+    if able:
+        steps = directions([wanted[i] for i in able]).find() or []
+        found |= {i: step.steps for i, step in zip(able, steps)}
+    elsewhere = [i for i, layers in enumerate(wanted) if i not in found and kernels.turned(layers)]
+    found |= zip(elsewhere, on_device([wanted[i] for i in elsewhere], batch))
+    return [found.get(i) for i in range(len(wanted))]
 
 
 def wanted(root: Root, v: Sequence[Tensor]) -> kernels.Wanted:

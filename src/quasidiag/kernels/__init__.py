@@ -16,10 +16,11 @@ from torch.autograd.graph import increment_version
 
 from quasidiag import moments
 from quasidiag.kernels import gpu, native
+from quasidiag.kernels.gpu import turn_, turn_back, turned
 from quasidiag.kernels.native import Directions, directed
 from quasidiag.kernels.rule import Rule
 from quasidiag.kernels.squares import Squares
-from quasidiag.kernels.wanted import Averaging, Found, Lengths, Wanted
+from quasidiag.kernels.wanted import Averaging, Found, Lengths, Place, Wanted
 from quasidiag.moments import Moments
 
 Tensors = Sequence[Tensor]
@@ -159,9 +160,10 @@ def move_(
     keep: float,
     ways: Sequence[Tensor | None],
     settles: bool = False,
-) -> list[float] | None:
+) -> Sequence[float | Tensor] | None:
     """The kernel of :func:`quasidiag.auto.moving.move_`, with :func:`settle_` if ``settles``; returns norms, or ``None``."""
-    norms = native.move_(thetas, ws, by, aparts, keep, ways, settles)
+    backend = gpu if ws and ws[0].is_cuda else native
+    norms = backend.move_(thetas, ws, by, aparts, keep, ways, settles)
     _written(norms is not None, {"thetas": thetas})
     return norms
 
@@ -193,6 +195,7 @@ __all__ = [
     "Directions",
     "Found",
     "Lengths",
+    "Place",
     "Rule",
     "Squares",
     "Wanted",
@@ -211,5 +214,8 @@ __all__ = [
     "settle_",
     "square",
     "squares",
+    "turn_",
+    "turn_back",
+    "turned",
     "weaken_",
 ]

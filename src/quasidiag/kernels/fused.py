@@ -206,7 +206,7 @@ def quasi_diagonal(
     rows, n = mii.shape
     block = max(16, min(triton.next_power_of_2(n), 1024))
     outputs = [t for pair in (w, buffers, thetas) for t in (pair or (m00, m00))]
-    with _on(mii):
+    with on(mii):
         _quasi_diagonal[(rows,)](
             *(m00, m0i, mii, v0, vi, m00 if shift is None else shift, n, *rule),
             *(8 * torch.finfo(torch.float32).eps, *outputs),
@@ -231,7 +231,7 @@ def diagonal(
     """As :func:`quasi_diagonal`, for the diagonal reduction of several parameters."""
     lists = [moments, gradients, *(x or moments for x in (w, buffers, thetas))]
     for m, v, *outputs in zip(*lists):
-        with _on(m):
+        with on(m):
             _diagonal[(triton.cdiv(m.numel(), 1024),)](
                 *(m, v, m.numel(), *rule, *outputs),
                 W=w is not None,
@@ -247,7 +247,7 @@ def square(delta: Tensor, scale: float | Tensor, onto: Tensor | None) -> Tensor:
     half = delta.dtype in (torch.float16, torch.bfloat16)
     dtype = torch.bfloat16 if half else torch.float32
     out = torch.empty_like(delta, dtype=dtype) if onto is None else onto
-    with _on(delta):
+    with on(delta):
         _square[(triton.cdiv(delta.numel(), 2048),)](
             *(delta, scale, smallest(torch.float32), out, delta.numel()),
             SCALE_TENSOR=isinstance(scale, Tensor),
@@ -280,7 +280,7 @@ def _accumulate_small_(
     into: Moments, a: Tensor, w: Tensor, shift: Tensor | None, keep: float, gain: float | Tensor
 ) -> None:
     (rows, n), units = a.shape, w.shape[1]
-    with _on(a):
+    with on(a):
         _products[(triton.cdiv(units, 32), triton.cdiv(n, 64))](
             *(a, w, a if shift is None else shift, *into, rows, n, units, keep, gain),
             SHIFT=shift is not None,
@@ -300,7 +300,7 @@ def _accumulate_large_(
     squared = torch.empty_like(a, dtype=w.dtype)
     centred = squared if into.m0i is None else torch.empty_like(squared)
     block = min(triton.next_power_of_2(n), 1024)
-    with _on(a):
+    with on(a):
         _centre[(rows, triton.cdiv(n, block))](
             *(a, a if shift is None else shift, gain, centred, squared, n),
             SHIFT=shift is not None,
@@ -321,6 +321,6 @@ def _accumulate_large_(
             )
 
 
-def _on(tensor: Tensor) -> torch.cuda.device:
+def on(tensor: Tensor) -> torch.cuda.device:
     """A context that launches kernels on the tensor's device (on a CPU, under the interpreter, it has no effect)."""
     return torch.cuda.device(tensor.device.index if tensor.is_cuda else -1)

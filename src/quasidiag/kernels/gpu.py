@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import functools
+import math
 import os
 from collections.abc import Sequence
 from types import ModuleType
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from quasidiag.kernels.rule import Rule
+from quasidiag.kernels.wanted import Place, Wanted
 from quasidiag.moments import PLAIN, Moments
 
 _HALVES = (torch.float16, torch.bfloat16)
@@ -106,6 +109,46 @@ def accumulate_(
         return False
     fused().accumulate_(into, a, w, shift, keep, gain)  # type: ignore[union-attr]
     return True
+
+
+def turned(wanted: Wanted) -> bool:
+    """Whether kernels can bring these gradients into the coordinates of the metric, and their steps back."""
+    return wanted.v[-1].is_cuda and usable(*wanted.v, *wanted.root)
+
+
+def turn_(wanted: Wanted, place: Place) -> None:
+    """See ``turning.turn_``, where :func:`turned` says so."""
+    from quasidiag.kernels import turning
+
+    turning.turn_(wanted, place)
+
+
+def turn_back(wanted: Wanted, place: Place) -> list[Tensor]:
+    """See ``turning.turn_back``, where :func:`turned` says so."""
+    from quasidiag.kernels import turning
+
+    return turning.turn_back(wanted, place)
+
+
+def move_(
+    thetas: Sequence[Tensor],
+    ws: Sequence[Tensor],
+    by: float,
+    aparts: Sequence[Tensor | None],
+    keep: float,
+    ways: Sequence[Tensor | None],
+    settles: bool,
+) -> list[Any] | None:
+    """See ``native.move_``; the norms are tensors, as :func:`quasidiag.auto.rest.settle_` would have them."""
+    if not (usable(*thetas, *ws, *aparts, *ways) and len({w.device for w in ws}) == 1):
+        return None
+    followed = [[x for x in of if x is not None] for of in zip(thetas, ws, aparts, ways)]
+    if any(x.shape != of[0].shape for of in followed for x in of):
+        return None
+    from quasidiag.kernels import moves
+
+    moves.move_(thetas, ws, by, aparts, keep, ways, settles)
+    return [*torch._foreach_norm([p.data for p in thetas])] if settles else [math.nan] * len(ws)
 
 
 def _floats(tensors: Sequence[Tensor]) -> bool:

@@ -22,6 +22,17 @@ class Wanted(NamedTuple):
     by: float
 
 
+class Place(NamedTuple):
+    """Where groups of units lie among the matrices of a ``room``: one after the other from the ``first`` on.
+
+    Of each matrix they take the first rows, or the first columns if it is ``turned``.
+    """
+
+    room: Tensor
+    first: int
+    turned: bool
+
+
 class Averaging(NamedTuple):
     """Gradients to take into the averages ``v`` of one layer before its direction is found (``proposal.averaged_``).
 
