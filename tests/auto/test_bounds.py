@@ -160,6 +160,29 @@ def test_directions_that_were_shortened_are_measured_anew(
     assert 0 > reports[1].predicted > reports[0].predicted
 
 
+@pytest.mark.parametrize("rounds", [2, 3])
+def test_steps_after_one_that_was_shortened_are_shortened_alike(
+    rounds: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """They are not measured, and no layer goes any further; also where directions were shortened again and again."""
+    monkeypatch.setattr(descent, "LONGEST", 0.02)
+    monkeypatch.setattr(descent, "ROUNDS", rounds)
+    model, loss = mlp(5, 6, 7, 3), qd.Categorical()
+    rule = qd.Riemannian(model, loss, averaged=False)
+    report, x, t = rule.auto, *batch("categorical", 600, 5, 3)
+    assert report is not None
+    seen = 0
+    for _ in range(16):
+        before = {p: p.detach().clone() for p in model.parameters()}
+        train(model, loss, rule, x, t)
+        found = parts(rule, before)
+        if report.stride > 1 and report.shortened:
+            seen += 1
+            assert max(found) <= 0.02 * 1.1 and max(found) > 0.01
+            assert min(report.shortened) >= 1 and max(report.shortened) > 1
+    assert seen > 6 and not report.retreats
+
+
 @pytest.mark.parametrize(("harm", "back"), [(1e-9, 0), (1e-4, 1)])
 def test_what_may_be_rounding_is_no_harm(harm: float, back: int) -> None:
     """Or steps that are short enough would be taken back for ever."""

@@ -369,26 +369,32 @@ def _measure(
         report.steady, report.promise, report.predicted, report.length = False, 0.0, 0.0, 0.0
         return {}
     before, whole = replace(report), factor
+    shortened: dict[Tensor, float] = {}
     for left in reversed(range(ROUNDS)):
         vars(report).update(vars(before))
         each = lengths(optimizer, [*named.values()])
         along = proposal.slopes if left == ROUNDS - 1 else {}
         best = model.coefficients(gradient, named, along, each.sum(0), whole, largest, steep, ranks)
-        excess = _excess(
-            optimizer, _moving(optimizer, [*named.values()]), proposal.weights, each, best, ranks
-        )
+        blocks = _moving(optimizer, [*named.values()])
+        excess = _excess(optimizer, blocks, proposal.weights, each, best, ranks)
         if not excess or not left:
             break
         for u in named.values():
             for p in u.keys() & excess.keys():
                 u[p] = u[p] / excess[p]
+        shortened = {p: excess.get(p, 1.0) * shortened.get(p, 1.0) for p in excess | shortened}
         whole = factor if left > 1 else factor / max(excess.values())
-    if excess:  # still: a trial may have shortened the step of the last round more
-        best = [x / max(excess.values()) for x in best]
+    # Still too long: a trial may have shortened the step of the last round more.
+    part = 1 / max(excess.values()) if excess else 1.0
+    best = [x * part for x in best]
     # Directions that are not followed now, because the others do more, are none in the next steps either.
     followed = [name for name in named if report.coefficients[name]] or [*named]
-    down = (report.slopes[name] > 0 > report.coefficients[name] for name in followed)
-    report.steady = all(down) and left == ROUNDS - 1 and not report.doubt
+    down = all(report.slopes[name] > 0 > report.coefficients[name] for name in followed)
+    # The next steps, which are not measured, are shortened as this one was.
+    report.shortened = [shortened.get(b.parameters[0], 1.0) for b in blocks] if shortened else []
+    part *= whole / factor if factor else 1.0
+    report.coefficients = {name: part * x for name, x in report.coefficients.items()}
+    report.steady = down and not report.doubt and (not shortened or proportioned(optimizer))
     return dict(zip(named, best))
 
 

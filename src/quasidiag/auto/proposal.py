@@ -227,12 +227,17 @@ def proportioned(optimizer: Riemannian) -> bool:
 
 
 def _lengths(optimizer: Riemannian, moving: Sequence[Moving]) -> dict[DiagonalBlock, float] | None:
-    """The proportions of the layers when they were last measured; ``None`` if there are none for as many layers."""
+    """The proportions of the layers when they were last measured, shortened as they were then.
+
+    ``None`` if there are none for as many layers.
+    """
     assert optimizer.auto is not None
     known = optimizer.auto.proportions
     if not proportioned(optimizer) or len(known) != len(moving):
         return None
-    return {layer.block: length for layer, length in zip(moving, known)}
+    by = optimizer.auto.shortened
+    by = by if len(by) == len(known) else [1.0] * len(known)
+    return {layer.block: length / x for layer, length, x in zip(moving, known, by)}
 
 
 def _measured(

@@ -83,6 +83,8 @@ class Report:
         echoes: Average echo of each layer: the part of ``falls`` that the next minibatch still finds.
         further: Logarithm of how much further each layer goes because of its echo.
         proportions: Factor of each layer's direction, by its weights, its units and its echo.
+        shortened: What each layer's direction was divided by in the last measured step, because it went too far; empty if no
+            layer's did.
         forms: Averages of :math:`u^⊤Fv / \sqrt{u^⊤Mu\; v^⊤Mv}`, by the names of the directions :math:`u` and :math:`v`.
         looked: Whether it was tried to run the model on a part of the samples.
         divisible: Whether it can be.
@@ -136,6 +138,7 @@ class Report:
     echoes: list[float] = field(default_factory=list)
     further: list[float] = field(default_factory=list)
     proportions: list[float] = field(default_factory=list)
+    shortened: list[float] = field(default_factory=list)
     forms: dict[str, float] = field(default_factory=dict)
     looked: bool = False
     divisible: bool = False
