@@ -37,7 +37,7 @@ def _coordinates(
         if MEAN:
             x -= by * tl.load(mean + k * n + at, mask=mask, other=0.0)
         x *= tl.load(scale + k * n + at, mask=mask, other=0.0)
-        tl.store(to + (at + BIAS) * column, x.to(room.dtype.element_ty), mask=mask)
+        tl.store(to + (at + BIAS).to(tl.int64) * column, x.to(room.dtype.element_ty), mask=mask)
 
 
 @triton.jit
@@ -53,14 +53,14 @@ def _step(
         squares = tl.zeros([BLOCK], tl.float32)
         for i in range(0, n + BIAS, BLOCK):
             at = i + tl.arange(0, BLOCK)
-            x = tl.load(u + at * column, mask=at < n + BIAS, other=0.0).to(tl.float32)
+            x = tl.load(u + at.to(tl.int64) * column, mask=at < n + BIAS, other=0.0).to(tl.float32)
             squares += x * x
         by /= tl.maximum(tl.sqrt(tl.sum(squares, 0)), shortest)
     total = tl.zeros([BLOCK], tl.float32)
     for i in range(0, n, BLOCK):
         at = i + tl.arange(0, BLOCK)
         mask = at < n
-        x = tl.load(u + (at + BIAS) * column, mask=mask, other=0.0).to(tl.float32)
+        x = tl.load(u + (at + BIAS).to(tl.int64) * column, mask=mask, other=0.0).to(tl.float32)
         w = by * x * tl.load(scale + k * n + at, mask=mask, other=0.0)
         tl.store(wi + k * n + at, w, mask=mask)
         if MEAN:
