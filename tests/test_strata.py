@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 from typing import Any
 
@@ -75,6 +76,27 @@ def test_samples_that_do_not_tell_are_taken_alike(size: float) -> None:
     found = strata(torch.full((500,), size))
     assert found.enough == 500
     assert max(stratum.each for stratum in found.part(64).strata) < 9
+
+
+def test_a_sample_that_is_not_finite_does_not_matter() -> None:
+    sizes = torch.rand(500, generator=torch.Generator().manual_seed(0)) + 0.5
+    without = strata(sizes).matter
+    sizes[7], sizes[8] = math.inf, math.nan
+    assert strata(sizes).matter == pytest.approx(without, rel=0.02)
+
+
+def test_strata_of_samples_in_no_order() -> None:
+    """Each piece has the samples of its stratum, which have weights of their own."""
+    sizes = torch.rand(300, generator=torch.Generator().manual_seed(0)) ** 4
+    part = strata(sizes).part(100)
+    rows = part.rows(sizes)
+    found = [t for _, t, _ in part.split(rows, rows)]
+    for heavier, lighter in itertools.pairwise(found):
+        assert float(heavier.min()) >= float(lighter.max())
+    weights = part.weights(rows)
+    for (each, piece, _), stratum in zip(part.split(rows, rows), part.strata, strict=True):
+        mine = torch.isin(rows, piece)
+        assert mine.sum() == stratum.kept and bool((weights[mine] == each).all())
 
 
 def test_rows_and_what_they_stand_for() -> None:

@@ -115,7 +115,7 @@ class Strata:
         sizes = sizes[self._order]
         sizes = sizes / max(sizes[0], np.finfo(sizes.dtype).tiny)  # squares might underflow
         self.samples = len(sizes)
-        mass = (sizes + sizes.mean()).cumsum()
+        mass = (sizes + sizes.mean()).cumsum(dtype=np.float64)
         cuts = mass.searchsorted(np.arange(1, STRATA) / STRATA * mass[-1]) + 1
         self._cuts = [0, *(min(int(cut), self.samples) for cut in cuts), self.samples]
         squares = float(np.square(sizes).sum())

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 import quasidiag as qd
 from nets import batch, linear_layers, mlp
-from quasidiag.auto import descent, quadratic
+from quasidiag.auto import descent, proposal, quadratic
 
 
 def train(
@@ -181,6 +181,43 @@ def test_steps_after_one_that_was_shortened_are_shortened_alike(
             assert max(found) <= 0.02 * 1.1 and max(found) > 0.01
             assert min(report.shortened) >= 1 and max(report.shortened) > 1
     assert seen > 6 and not report.retreats
+
+
+def test_a_layer_that_was_not_shortened_keeps_its_length(monkeypatch: pytest.MonkeyPatch) -> None:
+    """If the first of three went twice too far, and then none: only its next step is half as long."""
+    model, loss = mlp(5, 6, 7, 3), qd.Categorical()
+    rule = qd.Riemannian(model, loss, averaged=False)
+    report, x, t = rule.auto, *batch("categorical", 600, 5, 3)
+    assert report is not None
+    first = linear_layers(model)[0].parameters()
+    found = iter([dict.fromkeys(first, 2.0), {}])
+    monkeypatch.setattr(descent, "_excess", lambda *_: next(found))
+    train(model, loss, rule, x, t)
+    assert report.shortened == [2.0, 1.0, 1.0] and len(report.proportions) == 3
+    moving = [proposal._moving(rule, block, {}, 0.1) for block in rule._blocks]
+    lengths = proposal._lengths(rule, moving)
+    assert lengths is not None
+    one, *others = report.proportions
+    assert [*lengths.values()] == pytest.approx([one / 2, *others])
+
+
+@pytest.mark.parametrize("reduction", ["quasi-diagonal", "unitwise"])
+def test_no_factor_leads_beyond_the_bound(reduction: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As when a scheduler raises the ``lr``; without proportions, which the next steps could reuse, each is measured."""
+    monkeypatch.setattr(descent, "LONGEST", 0.02)
+    model, loss = mlp(5, 6, 7, 3), qd.Categorical()
+    rule = qd.Riemannian(model, loss, averaged=False, reduction=reduction)
+    report, x, t = rule.auto, *batch("categorical", 600, 5, 3)
+    assert report is not None
+    strides = []
+    for step in range(16):
+        rule.param_groups[0]["lr"] = 0.1 if step < 6 else 1.0
+        before = {p: p.detach().clone() for p in model.parameters()}
+        train(model, loss, rule, x, t)
+        strides.append(report.stride)
+        if reduction == "quasi-diagonal":
+            assert max(parts(rule, before)) <= 0.02 * 1.1
+    assert report.shortened and (max(strides) == 1) is (reduction == "unitwise")
 
 
 @pytest.mark.parametrize(("harm", "back"), [(1e-9, 0), (1e-4, 1)])

@@ -146,6 +146,27 @@ def test_the_first_steps_are_all_tried(monkeypatch: pytest.MonkeyPatch) -> None:
     assert loss.trials == 5
 
 
+def test_other_parameters_end_the_belief() -> None:
+    """A step along which others move as well proves itself."""
+    torch.manual_seed(0)
+    model, loss = nn.Sequential(nn.Linear(4, 5), nn.Tanh(), nn.Linear(5, 3)), qd.Categorical()
+    model[0].requires_grad_(False)
+    x = torch.randn(500, 4)
+    optimizer = qd.Riemannian(model, loss, params=model.parameters(), averaged=False)
+    assert optimizer.auto is not None
+    for step in range(8):
+        if step == 7:
+            model[0].requires_grad_(True)
+        optimizer.auto.proven = PROVEN if step > 4 else 0
+        optimizer.zero_grad()
+        loss(model(x), x[:, :3].argmax(1)).backward()
+        optimizer.step()
+        assert optimizer.auto.steady
+        if step == 5:
+            assert optimizer.auto.proven == PROVEN and optimizer.auto.stride == 3
+    assert optimizer.auto.stride == 1 and optimizer.auto.proven == 0
+
+
 def test_a_retreat_ends_the_belief() -> None:
     torch.manual_seed(0)
     model, loss = nn.Linear(4, 3), qd.Categorical()

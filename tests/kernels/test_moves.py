@@ -52,3 +52,13 @@ def test_no_kernel_for_other_shapes_and_dtypes() -> None:
     assert gpu.move_(thetas, [w.double() for w in ws], 1.0, none, 0.0, none, False) is None
     assert gpu.move_(thetas, [*ws[:3], ws[3].T], 1.0, none, 0.0, none, False) is None
     assert gpu.move_(thetas, [*ws[:3], ws[3][:1]], 1.0, none, 0.0, none, False) is None
+
+
+def test_norms_do_not_depend_on_others() -> None:
+    """Of another dtype or layout, with which torch would compute all of them in another way."""
+    xs = [*some(0), torch.randn(700, 900).to(DEVICE)]
+    others = [xs[1].double(), xs[1].T, torch.ones(2)]
+    both = gpu.norms([*others, *xs])
+    assert all(map(torch.equal, both[len(others) :], gpu.norms(xs)))
+    for norm, x in zip(both, [*others, *xs]):
+        torch.testing.assert_close(norm, torch.linalg.vector_norm(x))

@@ -87,7 +87,10 @@ def turn(optimizer: Riemannian, model: QuadraticModel, usable: bool) -> Turn:
     report.samples, loss = model.size(ranks_of(optimizer))
     surprised, same = report.surprised(loss), _same_penalty(optimizer, report)
     judge = report.samples >= before / 2 and (usable or not math.isfinite(loss)) and same
-    if report.steps < AT_FIRST or not report.steady or not (same and _alike(optimizer, report)):
+    early = report.steps < AT_FIRST or not report.steady or not (same and _alike(optimizer, report))
+    if early or surprised:
+        report.proven = 0  # what was proven may no longer hold
+    if early:
         return Turn(True, judge)
     due = surprised or report.stride >= optimizer.step_every
     return Turn(due and (judge or optimizer.step_every == 1), due and judge)
@@ -246,6 +249,8 @@ def descend_(optimizer: Riemannian, model: QuadraticModel, measures: bool) -> No
         best = _measure(optimizer, model, gradient, named, proposal, factor, largest, steep)
         report.stride, report.parts, report.decays = 0, parts, _decays(optimizer)
     else:
+        if report.shortened:  # with a larger factor layers would go too far
+            factor = min(factor, report.factor)
         again = model.again(gradient, named, proposal.slopes, factor, largest, ranks_of(optimizer))
         best = dict(zip(named, again))
     if not named and not known:

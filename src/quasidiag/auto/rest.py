@@ -179,7 +179,7 @@ def settle_(optimizer: Riemannian) -> None:
     if norms is None:
         data = [p.data for p in found]
         torch._foreach_sub_(data, aparts)
-        norms = torch._foreach_norm(data)
+        norms = kernels.norms(data)
     for state, norm in zip(found.values(), norms):
         state["ahead"], state["norm"] = False, norm
 
@@ -196,7 +196,7 @@ def _of(optimizer: Riemannian, ahead: bool) -> dict[Tensor, dict[str, Any]]:
 
 def _as_left(data: Sequence[Tensor], norms: Sequence[Any], allowed: Sequence[float]) -> list[bool]:
     """Which tensors have the norms that they were left with: a change of ``p.data`` shows in nothing else."""
-    both = gathered([*torch._foreach_norm([*data]), *map(torch.as_tensor, norms)])
+    both = gathered([*kernels.norms(data), *map(torch.as_tensor, norms)])
     now, left = both.view(2, -1).tolist()
     return [abs(a - b) <= part * b for a, b, part in zip(now, left, allowed)]
 

@@ -16,7 +16,7 @@ from torch.autograd.graph import increment_version
 
 from quasidiag import moments
 from quasidiag.kernels import gpu, native
-from quasidiag.kernels.gpu import turn_, turn_back, turned
+from quasidiag.kernels.gpu import norms, turn_, turn_back, turned
 from quasidiag.kernels.native import Directions, directed
 from quasidiag.kernels.rule import Rule
 from quasidiag.kernels.squares import Squares
@@ -209,6 +209,7 @@ __all__ = [
     "lead_",
     "lengths",
     "move_",
+    "norms",
     "quasi_diagonal",
     "root",
     "settle_",

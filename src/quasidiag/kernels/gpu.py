@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import math
 import os
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
 from types import ModuleType
 from typing import Any
 
@@ -140,15 +140,31 @@ def move_(
     settles: bool,
 ) -> list[Any] | None:
     """See ``native.move_``; the norms are tensors, as :func:`quasidiag.auto.rest.settle_` would have them."""
-    if not (usable(*thetas, *ws, *aparts, *ways) and len({w.device for w in ws}) == 1):
+    if not usable(*thetas, *ws, *aparts, *ways):
         return None
     followed = [[x for x in of if x is not None] for of in zip(thetas, ws, aparts, ways)]
+    if len({x.device for of in followed for x in of}) != 1:
+        return None
     if any(x.shape != of[0].shape for of in followed for x in of):
         return None
     from quasidiag.kernels import moves
 
     moves.move_(thetas, ws, by, aparts, keep, ways, settles)
-    return [*torch._foreach_norm([p.data for p in thetas])] if settles else [math.nan] * len(ws)
+    return norms([p.data for p in thetas]) if settles else [math.nan] * len(ws)
+
+
+def norms(tensors: Sequence[Tensor]) -> list[Tensor]:
+    """The norm of each tensor, the same to the bit whatever others there are.
+
+    With tensors of another kind among them, torch would compute all of them in another way.
+    """
+    alike: dict[Hashable, list[int]] = {}
+    for i, x in enumerate(tensors):
+        alike.setdefault((x.device, x.dtype, x.is_contiguous()), []).append(i)
+    found: dict[int, Tensor] = {}
+    for some in alike.values():
+        found |= zip(some, torch._foreach_norm([tensors[i] for i in some]))
+    return [found[i] for i in range(len(tensors))]
 
 
 def _floats(tensors: Sequence[Tensor]) -> bool:
