@@ -36,7 +36,7 @@ def learn(
     report = {**vars(rule.auto), "samples": 0.0}  # a rank has its own of these
     for name in ("forms", "coefficients", "slopes"):
         report |= {f"{name}, {key}": number for key, number in report.pop(name).items()}
-    for name in ("proportions", "strengths", "falls", "echoes", "further", "decays"):
+    for name in ("proportions", "shortened", "strengths", "falls", "echoes", "further", "decays"):
         report |= {f"{name} {k}": number for k, number in enumerate(report.pop(name))}
     assert report.pop("parts") == [1.0]
     # A first step has nothing to be judged by.
