@@ -200,10 +200,12 @@ def test_directions_of_nothing_or_next_to_nothing_are_declined() -> None:
 
 
 @vectors
-def test_directions_of_more_than_fits_at_once_and_of_zeros() -> None:
-    v = gradient((31, 33, 4100))
+@pytest.mark.parametrize("shape", [(31, 33, 4100), (31, 33, 410), (31, 70, 75)], ids=str)
+def test_directions_of_more_than_fits_at_once_and_of_zeros(shape: tuple[int, int, int]) -> None:
+    """Of matrices that go one by one, and of some that go together."""
+    v = gradient(shape)
     v[0][7], v[1][7] = 0.0, 0.0
-    root = a_root("all", 31, 33, 4100)
+    root = a_root("all", *shape)
     got = direction(v, root)
     assert got is not None and not got[1][7].any()
     for i in range(31):

@@ -7,8 +7,9 @@
 
 #include "orthogonal.h"
 
-/* Matrices are worked on together up to this many numbers, larger ones one by one. */
-enum { AT_ONCE = 1 << 22 };
+/* Matrices are worked on together up to this many numbers for each thread, about what its cache holds; larger ones one by
+ * one. */
+enum { AT_ONCE = 1 << 18 };
 
 /* Matrices go to one thread each if the heaviest is less than this many times a thread's share of all work. */
 static const double EVEN = 1.4;
@@ -102,8 +103,11 @@ static kind kind_of(alike *of, int64_t poles, int pairs) {
     return k;
 }
 
-/* How many matrices of a kind are worked on together. */
-static int64_t at_once(const kind *k) { return least(k->count, k->each < AT_ONCE ? AT_ONCE / k->each : 1); }
+/* How many matrices of a kind this many threads work on together. */
+static int64_t at_once(const kind *k, int hands) {
+    const int64_t most = (int64_t)hands * AT_ONCE;
+    return least(k->count, k->each < most ? most / k->each : 1);
+}
 
 /* The index, among the units of all layers, of row `i` among the rows of all groups; -1 for padding in a layer's last
  * group. */
@@ -157,7 +161,7 @@ static void apart(const kind *kinds, int64_t matrices, float *numbers, int64_t e
 /* All threads work on one kind after the other, on as many matrices at once as at_once says. */
 static void together(const kind *kinds, int64_t count, float *numbers, const rational *r) {
     for (const kind *k = kinds; k < kinds + count; k++) {
-        const int64_t many = at_once(k);
+        const int64_t many = at_once(k, team());
         for (int64_t start = 0; start < k->count; start += many)
             directions(k, start, least(many, k->count - start), numbers, r);
     }
@@ -172,17 +176,19 @@ int qd_directions(int64_t count, alike *layers, float whole, const float *numera
     double total = 0, heaviest = 0;
     for (int64_t i = 0; i < count; i++) {
         const kind k = kinds[i] = kind_of(layers + i, poles, pairs);
-        const int64_t room_for = at_once(&k) * k.each;
         matrices += k.count;
         numbers += k.count * k.own;
         units += k.of->layers * k.of->units;
         total += k.count * k.work;
         if (k.work > heaviest) heaviest = k.work;
         if (k.each > most) most = k.each;
-        if (room_for > least_room) least_room = room_for;
     }
     qsort(kinds, count, sizeof *kinds, heavier);
     const int hands = worth(numbers, threads), even = hands > 1 && heaviest * hands < EVEN * total;
+    for (int64_t i = 0; i < count; i++) {
+        const int64_t room_for = at_once(kinds + i, hands) * kinds[i].each;
+        if (room_for > least_room) least_room = room_for;
+    }
     const int64_t taken = even ? hands * most : least_room;
     room *mine = borrow(taken + units);
     if (!mine) return 0;

@@ -171,13 +171,11 @@ int qd_move(int64_t count, const int64_t *sizes, float *const *thetas, float *co
                 const int64_t last = least(start + CHUNK, sizes[k]);
                 if (w)
 #pragma omp simd
-                    for (int64_t i = start; i < last; i++) theta[i] += w[i] *= by;
-                if (way)
-#pragma omp simd
-                    for (int64_t i = start; i < last; i++) way[i] += w[i];
-                if (w && apart)
-#pragma omp simd
-                    for (int64_t i = start; i < last; i++) apart[i] = keep * (apart[i] + w[i]);
+                    for (int64_t i = start; i < last; i++) {
+                        theta[i] += w[i] *= by;
+                        if (way) way[i] += w[i];
+                        if (apart) apart[i] = keep * (apart[i] + w[i]);
+                    }
                 if (apart && norms) sums[start / CHUNK] = settle(last - start, theta + start, apart + start);
             }
             if (apart && norms && once)

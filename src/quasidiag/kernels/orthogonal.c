@@ -77,11 +77,52 @@ __attribute__((target("avx512bf16"))) static void pair(float *to, const float *f
         _mm512_store_si512(to + j, _mm512_or_si512(low, _mm512_slli_epi32(high, 16)));
     }
 }
+
+/* The transpose of LANES x LANES numbers: their two halves are shuffled like cards, once for each bit of LANES - 1. */
+static void transpose(float *x) {
+    enum { HALVES = LANES * LANES / 2 };
+    float y[2 * HALVES] __attribute__((aligned(64)));
+    for (int times = 1; times < LANES; times *= 2) {
+        memcpy(y, x, sizeof y);
+#pragma omp simd
+        for (int i = 0; i < HALVES; i++) {
+            x[2 * i] = y[i];
+            x[2 * i + 1] = y[HALVES + i];
+        }
+    }
+}
+
+/* The first `count` of LANES numbers, then zeros. */
+static __m512 load(int64_t count, const float *from) {
+    return _mm512_maskz_loadu_ps((1u << least(LANES, count > 0 ? count : 0)) - 1, from);
+}
+
+/* The pairs of `by` times `count` numbers that follow each other, then zeros up to LANES pairs. */
+__attribute__((target("avx512bf16"))) static void join(float *to, const float *from, int64_t count, float by) {
+    const __m512 left = load(count, from), right = load(count - LANES, from + LANES);
+    _mm512_store_si512(to, (__m512i)_mm512_cvtne2ps_pbh(by * right, by * left));
+}
+
+/* As `take_lines`, where the numbers of a pair lie next to each other (row = 1). */
+static void take_pairs(float *to, int64_t stride, const float *from, int64_t column, int64_t rows, int64_t there,
+                       float by) {
+    float square[LANES][LANES] __attribute__((aligned(64)));
+    for (int64_t first = 0; first < rows; first += 2 * LANES, from += 2 * LANES, to += LANES * stride)
+        for (int64_t left = 0; left < WIDTH; left += LANES) {
+            for (int64_t j = 0; j < LANES; j++)
+                join(square[j], from + (left + j) * column, left + j < there ? rows - first : 0, by);
+            transpose(square[0]);
+            for (int64_t r = 0; r < least(LANES, parts(rows - first, 2)); r++)
+                memcpy(to + r * stride + left, square[r], sizeof square[r]);
+        }
+}
 #else
 int qd_pairs(void) { return 0; }
 static void multiply_pairs(int64_t k, const float *x, int64_t xs, const float *y, int64_t ys, int more, float *c,
                            int64_t cs) {}
 static void pair(float *to, const float *first, const float *second) {}
+static void take_pairs(float *to, int64_t stride, const float *from, int64_t column, int64_t rows, int64_t there,
+                       float by) {}
 #endif
 
 /* c <- x^T y as by `multiply`, of numbers or of pairs. */
@@ -277,6 +318,10 @@ static void take_lines(const problem *m, float *to, int64_t stride, const float 
                        int64_t rows, int64_t there, float by) {
     if (!m->pairs) {
         take(to, stride, from, row, column, rows, there, by);
+        return;
+    }
+    if (row == 1) {
+        take_pairs(to, stride, from, column, rows, there, by);
         return;
     }
     float few[LINE][WIDTH] __attribute__((aligned(64)));
