@@ -17,10 +17,10 @@ class Defaults(NamedTuple):
     gamma: float
     eps: float
     metric_start: str | int
-    metric_every: int
+    metric_every: int | None
     metric_fraction: float | None
     sharing: str
-    step_every: int
+    step_every: int | None
     safeguard: tuple[float, float, float] | None
 
     def but(self, **given: Any) -> Defaults:
@@ -61,10 +61,10 @@ DEFAULTS = {
         gamma=0.1,
         eps=0.0,
         metric_start=1_000_000,
-        metric_every=8,
+        metric_every=None,
         metric_fraction=None,
         sharing="recurrent",
-        step_every=6,
+        step_every=None,
         safeguard=SAFEGUARD,
     ),
 }

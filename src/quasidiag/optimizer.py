@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from quasidiag import distributed, placeholder, together, validate
-from quasidiag.auto import descent, rest
+from quasidiag.auto import descent, rest, rhythm
 from quasidiag.auto.penalty import Penalty, penalty
 from quasidiag.auto.proposal import Plan
 from quasidiag.auto.quadratic import QuadraticModel
@@ -69,14 +69,14 @@ class Riemannian(Saved):
         metric_start: ``"first"`` sets the metric to the first minibatch's, ``"identity"`` starts at the identity matrix, an
             integer *n* takes :math:`γ_t = \max(γ, 1/(t+1))` for the first *n* minibatches, which at first is a plain
             average. By default ``"first"``; with ``step="auto"`` this :math:`γ_t` throughout.
-        metric_every: update the metric every this many steps: 1, or with ``step="auto"`` 8 (after the first four).
+        metric_every: update the metric every this many steps: 1, or with ``step="auto"`` 8 or 16 (``auto.rhythm``).
         sharing: how a layer that is applied at several positions of a sample enters the metric (:mod:`quasidiag.sharing`):
             ``"expand"`` counts each position as one more occurrence, ``"exact"`` takes the whole sample's gradient,
             ``"reduce"`` an average position; ``"recurrent"``, the default with ``step="auto"``, is exact where layers recur.
         metric_fraction: the share of each minibatch that enters the metric (all of it in lookup tables): 1, or with
             ``step="auto"`` as many samples as matter (:mod:`quasidiag.strata`).
         step_fraction: the share on which ``step="auto"`` measures its quadratic model (:mod:`quasidiag.auto.quadratic`).
-        step_every: ``step="auto"`` measures its quadratic model every this many steps, by default 6.
+        step_every: ``step="auto"`` measures its quadratic model every this many steps, by default 6 or 18.
         orthogonal: whether ``step="auto"`` gives all directions of a layer's gradient the same strength
             (:mod:`quasidiag.auto.orthogonal`), the default, or follows the Riemannian gradient itself. ``eps`` and
             ``floor`` then have an effect only on what is not orthogonalised: unitwise blocks, and partly frozen layers.
@@ -442,7 +442,8 @@ class Riemannian(Saved):
             block.start(self.state, a, dtype_of(block), self.metric_start == "identity")
 
     def _gamma(self, block: DiagonalBlock) -> float:
-        gamma, t = self._group[block.home]["gamma"], self.state[block.home]["updates"]
+        t, group = self.state[block.home]["updates"], self._group[block.home]
+        gamma = rhythm.weight(self, group["gamma"])
         if self.metric_start == "identity":
             return gamma
         first = 1 if self.metric_start == "first" else int(self.metric_start)
@@ -496,5 +497,5 @@ class Riemannian(Saved):
     def _count(self, steps: int) -> None:
         # In the param group too, because torch.distributed.checkpoint saves only the state and the groups.
         self.steps = self.param_groups[0]["steps"] = steps
-        self._collector.schedule(descent.metric_due(self) or bool(self._late))
+        self._collector.schedule(rhythm.metric_due(self) or bool(self._late))
         self._collector.next_step(steps)

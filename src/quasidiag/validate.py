@@ -67,8 +67,9 @@ def options(**given: Any) -> None:
     one_of("loss_reduction", given["loss_reduction"], ("mean", "sum"))
     one_of("nonfinite", given["nonfinite"], ("skip", "raise"))
     whole("samples", given["samples"])
-    whole("metric_every", given["metric_every"])
-    whole("step_every", given["step_every"])
+    for name in ("metric_every", "step_every"):
+        if given[name] is not None:
+            whole(name, given[name])
     if isinstance(given["metric_start"], str):
         one_of("metric_start", given["metric_start"], ("first", "identity"))
     else:

@@ -4,7 +4,7 @@ import math
 
 import pytest
 
-from quasidiag.auto import descent, quadratic, report
+from quasidiag.auto import descent, quadratic, report, rhythm
 
 
 @pytest.fixture
@@ -16,7 +16,7 @@ def unbounded(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.fixture
 def seldom(monkeypatch: pytest.MonkeyPatch) -> None:
     """The metric is updated no more often in the first steps than later."""
-    monkeypatch.setattr(descent, "AT_FIRST", 0)
+    monkeypatch.setattr(rhythm, "AT_FIRST", 0)
 
 
 @pytest.fixture

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 import quasidiag as qd
 from nets import batch, linear_layers, mlp
-from quasidiag.auto import descent, proposal, quadratic
+from quasidiag.auto import descent, proposal, quadratic, rhythm
 
 
 def train(
@@ -295,7 +295,7 @@ def test_the_metric_is_updated_in_each_of_the_first_steps() -> None:
     rule = qd.Riemannian(model, loss, lr=0.1, step="auto")
     x, t = batch("categorical", 60, 5, 3)
     updates = []
-    for _ in range(descent.AT_FIRST + 15):
+    for _ in range(rhythm.AT_FIRST + 15):
         train(model, loss, rule, x, t)
         updates.append(rule.state[rule._blocks[0].home]["updates"])
     assert rule.auto is not None and rule.auto.retreats == 0

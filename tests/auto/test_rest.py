@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 import quasidiag as qd
 from nets import batch, mlp
-from quasidiag.auto import rest
+from quasidiag.auto import rest, rhythm
 from quasidiag.auto.report import Report
 
 SIZES = (5, 8, 3)
@@ -227,7 +227,7 @@ def judged(rule: qd.Riemannian) -> tuple[list[Tensor], list[Tensor]]:
     """Up to the step that judges, which finds great harm: where training was, and at rest, when that way began."""
     report, began, rested = report_of(rule), now(rule), now(rule)
     measured = False
-    while not measured or report.stride < rule.step_every:
+    while not measured or report.stride < rhythm.step_every(rule):
         before = now(rule)
         (place,), _ = train(rule, range(report.steps, report.steps + 1))
         if report.stride == 1:
@@ -244,7 +244,7 @@ def harm(rule: qd.Riemannian) -> None:
         for p in rule.model.parameters():
             p.sub_(rule.state[p]["update"], alpha=50)
             rule.state[p]["update"].mul_(-49)
-    retreats, report.promise, report.stride = report.retreats, 1e-12, rule.step_every
+    retreats, report.promise, report.stride = report.retreats, 1e-12, rhythm.step_every(rule)
     backward(rule, 0)
     rule.step()
     assert report.retreats == retreats + 1

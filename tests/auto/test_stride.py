@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 import quasidiag as qd
 from nets import averages, batch, mlp
-from quasidiag.auto import descent, proposal
+from quasidiag.auto import proposal, rhythm
 from quasidiag.auto.directions import before_way
 from quasidiag.auto.report import RECENT, Report
 
@@ -43,7 +43,7 @@ def train(rule: qd.Riemannian, x: Tensor, t: Tensor) -> None:
 
 
 def started(
-    steps: int = descent.AT_FIRST, model: nn.Module | None = None, **options: Any
+    steps: int = rhythm.AT_FIRST, model: nn.Module | None = None, **options: Any
 ) -> tuple[qd.Riemannian, Report]:
     """A rule that has taken so many steps at a small factor, on samples that resemble each other."""
     model = mlp(*SIZES) if model is None else model
@@ -64,15 +64,15 @@ def test_the_model_is_measured_every_so_many_steps(every: int) -> None:
     rule = qd.Riemannian(model, qd.Categorical(), lr=0.05, step="auto", step_every=every)
     x, t = samples(0)
     seen, strides = [], []
-    for _ in range(descent.AT_FIRST + 8):
+    for _ in range(rhythm.AT_FIRST + 8):
         before = model.calls
         train(rule, x, t)
         seen.append(model.calls - before)
         assert rule.auto is not None
         strides.append(rule.auto.stride)
-    assert strides[: descent.AT_FIRST] == [1] * descent.AT_FIRST
+    assert strides[: rhythm.AT_FIRST] == [1] * rhythm.AT_FIRST
     expected = [1, *[i % every + 1 for i in range(1, 9)]] if every > 1 else [1] * 9
-    assert strides[descent.AT_FIRST - 1 :] == expected
+    assert strides[rhythm.AT_FIRST - 1 :] == expected
     # With its derivatives along the direction, and once from where the way began.
     assert {calls for calls, stride in zip(seen[2:], strides[2:]) if stride == 1} == {3}
     assert {calls for calls, stride in zip(seen, strides) if stride > 1} <= {1}
@@ -122,7 +122,7 @@ def test_the_way_is_the_sum_of_the_steps_and_is_judged_as_a_whole() -> None:
     rule, report = started(averaged=False)
     train(rule, *samples(0))
     start = [p.detach() - u for p, u in zip(rule.model.parameters(), way(rule))]
-    while report.stride < rule.step_every:
+    while report.stride < rhythm.step_every(rule):
         train(rule, *samples(report.stride % 3))
     ends = [p.detach().clone() for p in rule.model.parameters()]
     torch.testing.assert_close(way(rule), [b - a for a, b in zip(start, ends)])
@@ -132,7 +132,7 @@ def test_the_way_is_the_sum_of_the_steps_and_is_judged_as_a_whole() -> None:
     with torch.no_grad():
         for p, old in zip(then_model.parameters(), start):
             p.copy_(old)
-    then, expected = qd.Categorical()(then_model(x), t), rule.step_every * report.predicted
+    then, expected = qd.Categorical()(then_model(x), t), rhythm.step_every(rule) * report.predicted
     train(rule, x, t)
     assert report.stride == 1
     assert report.actual == pytest.approx(float((now - then).detach()), rel=1e-6)
@@ -157,7 +157,7 @@ def test_all_of_a_way_that_did_harm_is_taken_back() -> None:
 
 
 def test_a_surprise_is_measured_at_once() -> None:
-    rule, report = started(2 * descent.AT_FIRST)
+    rule, report = started(2 * rhythm.AT_FIRST)
     while report.stride != 2:
         train(rule, *samples(report.stride % 3))
     x, _ = samples(0)
@@ -198,11 +198,11 @@ def test_other_parameters_are_measured() -> None:
 
 def test_the_last_minibatch_of_an_epoch_does_not_measure() -> None:
     rule, report = started()
-    while report.stride < rule.step_every:
+    while report.stride < rhythm.step_every(rule):
         train(rule, *samples(report.stride % 3))
     x, t = samples(0)
     train(rule, x[:7], t[:7])
-    assert report.stride == rule.step_every + 1
+    assert report.stride == rhythm.step_every(rule) + 1
     train(rule, x, t)
     assert report.stride == 1
 
@@ -236,7 +236,7 @@ def test_other_proportions_of_the_groups_are_measured() -> None:
     rule = qd.Riemannian(model, qd.Categorical(), lr=0.05, step="auto", params=groups)
     report = rule.auto
     assert report is not None
-    for step in range(descent.AT_FIRST + 1):
+    for step in range(rhythm.AT_FIRST + 1):
         train(rule, *samples(step % 3))
     assert report.stride == 2 and report.parts == [0.0, 1.0]
     for group in rule.param_groups:
@@ -253,7 +253,7 @@ def test_parameters_of_low_precision_go_back_where_they_were() -> None:
     rule = qd.Riemannian(model, qd.Categorical(), lr=0.01, step="auto")
     x, t = samples(0)
     x = x.bfloat16()
-    for _ in range(descent.AT_FIRST):
+    for _ in range(rhythm.AT_FIRST):
         train(rule, x, t)
     report = rule.auto
     assert report is not None and report.stride == 1
@@ -318,4 +318,4 @@ def test_a_state_of_another_precision() -> None:
         x, t = samples(seed % 3)
         train(twin, x.float(), t)
     assert all(p.isfinite().all() for p in model.parameters())
-    assert twin.auto is not None and twin.auto.steps == descent.AT_FIRST + 6
+    assert twin.auto is not None and twin.auto.steps == rhythm.AT_FIRST + 6

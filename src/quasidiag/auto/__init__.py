@@ -8,6 +8,7 @@
 - ``quadratic`` computes the length from the model of the loss along ``directions`` (``parabola`` is that model as a few
   numbers), with weight decay in it (``penalty``), and judges what the last steps did; ``bounce`` lengthens steps where
   crossing the valley costs nothing.
-- ``moving`` takes the step, ``rest`` averages the parameters, and ``report`` is what one step leaves to the next.
+- ``rhythm`` says how often metric and model are measured, ``moving`` takes the step, ``rest`` averages the parameters, and
+  ``report`` is what one step leaves to the next.
 - ``descent`` is the step as a whole.
 """

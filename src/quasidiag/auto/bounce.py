@@ -17,7 +17,7 @@ from __future__ import annotations
 import math
 from typing import TYPE_CHECKING, Any
 
-from quasidiag.auto import rest
+from quasidiag.auto import rest, rhythm
 
 if TYPE_CHECKING:
     from quasidiag.auto.quadratic import QuadraticModel
@@ -37,7 +37,7 @@ EVERY, LATER = 2, 100
 def ask(optimizer: Riemannian, model: QuadraticModel, ranks: Any) -> None:
     """Before a measured step: measure the bounce if it is time for that and minibatches have their curvature in common."""
     report = model.report
-    turn = report.steps >= LATER and report.steps // optimizer.step_every % EVERY == 0
+    turn = report.steps >= LATER and report.steps // rhythm.step_every(optimizer) % EVERY == 0
     if turn and report.common == 1:
         bounce = model.above(rest.places(optimizer), ranks)
         if math.isfinite(bounce):

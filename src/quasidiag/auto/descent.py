@@ -5,10 +5,10 @@ With a direction :math:`d`, the averaged gradient orthogonalised in the coordina
 loss (:mod:`quasidiag.auto.quadratic`). The model depends on how inputs and activities are encoded no more than :math:`d`
 does, so neither does the step.
 
-The model is measured in each of the first steps and then in every few, and the steps since the last measurement are judged
-there. In between, a step follows its own :math:`d` with the same :math:`α`, or less where the slope is smaller. A minibatch
-whose loss is a surprise is measured at once. The echo, what the step after a measured one finds left of the slope, tells
-whether minibatches have their curvature in common: steps may then be longer.
+The model is measured in each of the first steps and then in every few (:mod:`quasidiag.auto.rhythm`), and the steps since
+the last measurement are judged there. In between, a step follows its own :math:`d` with the same :math:`α`, or less where
+the slope is smaller. A minibatch whose loss is a surprise is measured at once. The echo, what the step after a measured one
+finds left of the slope, tells whether minibatches have their curvature in common: steps may then be longer.
 
 Parameters outside of every block have no metric, only a diagonal rule of another scale: they get a direction of their
 own, with a second coefficient. Those of the criterion (standard deviations) have a Fisher matrix in closed form, and take
@@ -26,7 +26,7 @@ import torch
 from torch import Tensor
 
 from quasidiag import together
-from quasidiag.auto import bounce, rest
+from quasidiag.auto import bounce, rest, rhythm
 from quasidiag.auto.directions import Direction, before_way, dot, dots, gathered, means
 from quasidiag.auto.moving import move_
 from quasidiag.auto.proportions import echoes, further, measured, weights
@@ -40,8 +40,6 @@ from quasidiag.sums import dtype_of
 if TYPE_CHECKING:
     from quasidiag.optimizer import Riemannian
 
-#: Metric and model are measured in each of so many first steps, while the network changes quickly.
-AT_FIRST = 4
 #: A minibatch is small if its loss has :math:`n < N` terms: ``FULL``, or ``EACH`` for each class if that is more. A
 #: direction that it contributed to is steeper for it than for any other, so its step is shorter, by :math:`\sqrt{n/N}`. Not
 #: if it has the same data as the last one, as in full-batch training: then there is no sampling noise.
@@ -58,14 +56,6 @@ SAME = 1e-9
 LONGEST, NORMED, LEAST, ROUNDS = 0.7, 0.3, 0.1, 3
 #: Relative change of the weight decay from which on the model is measured anew: by a factor of two.
 OTHERWISE = 0.5
-
-
-def metric_due(optimizer: Riemannian) -> bool:
-    """Whether the next step is to update the metric. A retreat does not count as a step."""
-    if optimizer.auto is None:
-        return optimizer.steps % optimizer.metric_every == 0
-    steps = optimizer.auto.steps
-    return steps < AT_FIRST or steps % optimizer.metric_every == 0
 
 
 class Turn(NamedTuple):
@@ -87,12 +77,16 @@ def turn(optimizer: Riemannian, model: QuadraticModel, usable: bool) -> Turn:
     report.samples, loss = model.size(ranks_of(optimizer))
     surprised, same = report.surprised(loss), _same_penalty(optimizer, report)
     judge = report.samples >= before / 2 and (usable or not math.isfinite(loss)) and same
-    early = report.steps < AT_FIRST or not report.steady or not (same and _alike(optimizer, report))
+    early = (
+        report.steps < rhythm.AT_FIRST
+        or not report.steady
+        or not (same and _alike(optimizer, report))
+    )
     if early or surprised:
         report.proven = 0  # what was proven may no longer hold
     if early:
         return Turn(True, judge)
-    due = surprised or report.stride >= optimizer.step_every
+    due = surprised or report.stride >= rhythm.step_every(optimizer)
     return Turn(due and (judge or optimizer.step_every == 1), due and judge)
 
 
@@ -131,7 +125,10 @@ def _largest(optimizer: Riemannian) -> float:
 
 def retreat_(optimizer: Riemannian, model: QuadraticModel, judges: bool, usable: bool) -> bool:
     """Undo the steps since the last measurement if they did harm; the gradient of this minibatch is then of no use."""
-    update, report = _way(optimizer), model.report
+    report = model.report
+    if not (judges or (usable and report.mixed)):
+        return False
+    update = _way(optimizer)
     harm = bool(update) and judges and model.judge(update, ranks_of(optimizer))
     if not harm and not (update and usable and _overshot(optimizer, model)):
         return False

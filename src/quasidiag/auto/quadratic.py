@@ -24,13 +24,14 @@ from quasidiag.auto.parabola import Array, Parabola, minimiser
 from quasidiag.auto.penalty import Penalty
 from quasidiag.auto.replay import Batch, Replay
 from quasidiag.auto.report import STEPS, WARM_UP, Report
+from quasidiag.auto.rhythm import MODEL
 from quasidiag.callers import outside
 from quasidiag.outputs import OutputModel
 from quasidiag.strata import FEW
 
-#: Weight of the old average of the quadratic forms when a new measurement, of a share of a minibatch, enters. Until the
-#: first steps are over, it counts for ``MORE`` times the new one at most: a sharp place that was left behind (its steps were
-#: undone, say) would else shorten dozens of steps.
+#: Weight of the old average of the quadratic forms when a new measurement, of a share of a minibatch, enters (a power of it
+#: if more than ``MODEL`` steps lie between). Until the first steps are over, the old average counts for ``MORE`` times the
+#: new one at most: a sharp place that was left behind (its steps were undone, say) would else shorten dozens of steps.
 FORMS, MORE = 0.5, 5.0
 #: Unless ``step_fraction`` is given, that share is ``SHARE``, and ``MOST`` terms at most; in any case it is ``FEWEST`` terms
 #: at least, if there are as many. Where samples are chosen by how much they matter (:mod:`quasidiag.strata`), the share is
@@ -298,7 +299,8 @@ class QuadraticModel:
         fresh = {f"{names[i]}, {names[j]}": float(fisher[i, j] / scale[i, j]) for i, j in pairs}
         known = self.report.forms
         # An average with entries of other directions in it might not be a positive form.
-        keep = FORMS if known.keys() == fresh.keys() else 0.0
+        age = max(1.0, self.report.stride / MODEL)
+        keep = FORMS**age if known.keys() == fresh.keys() else 0.0
         if all(map(math.isfinite, fresh.values())):
             early = keep and self.report.steps < WARM_UP
             old = keep * _ratio(known, fresh, names) if early else keep
