@@ -12,7 +12,7 @@ import torch
 
 from quasidiag import cli
 from quasidiag.bench import contenders, floor, losses, measure, peers, presets, show, timing
-from quasidiag.bench.workloads import gpt, mlp
+from quasidiag.bench.workloads import digits, gpt, mlp
 from quasidiag.experiments.config import UsageError
 
 
@@ -243,3 +243,32 @@ def test_h200_without_a_gpu_says_so(capsys: pytest.CaptureFixture[str]) -> None:
         pytest.skip("there is one")
     assert cli.main(["bench", "h200"]) == 2
     assert "no CUDA device" in capsys.readouterr().err
+
+
+def test_digits_come_in_minibatches_that_follow_each_other() -> None:
+    workload = digits((784, 10), 500)
+    step = contenders.PAPER["SGD"](workload)
+    assert "mnist" in workload.name and 0 <= float(workload.x.min()) < float(workload.x.max()) == 1
+    (x, t), (y, _), *_ = seen = [*itertools.islice(step.batches, len(workload.more) + 1)]  # type: ignore[attr-defined]
+    assert torch.equal(x, workload.x) and torch.equal(t, workload.target) and not torch.equal(x, y)
+    assert {len(a) for a, _ in seen} == {500}
+    before = next(step.batches)[0]  # type: ignore[attr-defined]
+    assert torch.equal(before, x)  # again and again
+
+
+def test_without_digits_nothing_is_timed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.delattr(measure, "run")
+    assert cli.main(["bench", "cpu", "--data-dir", str(tmp_path)]) == 2
+    assert "mnist" in capsys.readouterr().err
+
+
+def test_steps_before_the_first_turn_are_not_timed() -> None:
+    steps: list[int] = []
+
+    def make(workload: object) -> timing.Call:
+        return lambda: steps.append(1)
+
+    measure._prepare(mlp((20, 5), 4), {"SGD": make}, first=7)
+    assert len(steps) == 7

@@ -15,6 +15,7 @@ from typing import Any
 import torch
 
 from quasidiag.bench import measure, peers, presets, show
+from quasidiag.experiments import datasets
 from quasidiag.experiments.commands import options
 from quasidiag.experiments.config import UsageError
 
@@ -83,9 +84,13 @@ def run(arguments: argparse.Namespace) -> int:
             measure.add_peers(results, preset, found, arguments.rounds, _say, busy)
             results["not_installed"] = missing
     else:
-        preset = presets.PRESETS[arguments.preset]()
+        preset = presets.PRESETS[arguments.preset](arguments.data_dir)
         if preset.device == "cuda" and not torch.cuda.is_available():
             raise UsageError("no CUDA device here: use the preset cpu")
+        if preset.digits:
+            datasets.digits(
+                arguments.data_dir
+            )  # if there are none, that is known before anything is timed
         if arguments.no_curves:
             preset.curves.clear()
         results |= measure.run(preset, found, arguments.rounds, _say, arguments.busy)

@@ -14,7 +14,7 @@ from quasidiag.bench.workloads import Workload
 
 
 class Step:
-    """Forward, backward and update on the workload's batch, as in an ordinary training loop."""
+    """Forward, backward and update on the workload's next batch, as in an ordinary training loop."""
 
     def __init__(
         self, workload: Workload, make: Callable[[nn.Module, qd.OutputModel], Optimizer]
@@ -23,6 +23,7 @@ class Step:
         self.model = workload.copy()
         self.criterion = qd.Categorical().to(workload.device)
         self.optimizer = make(self.model, self.criterion)
+        self.batches = workload.batches()
         #: quasidiag's criterion for its own optimizers, which read the outputs from it; PyTorch's for all others.
         self.loss: Callable[[Tensor, Tensor], Tensor] = self._plain_loss
         if isinstance(self.optimizer, qd.Riemannian):
@@ -34,8 +35,9 @@ class Step:
 
     def __call__(self) -> None:
         self.optimizer.zero_grad()
+        x, target = next(self.batches)
         with self.workload.precision():
-            loss = self.loss(self.model(self.workload.x), self.workload.target)
+            loss = self.loss(self.model(x), target)
         loss.backward()
         self.optimizer.step()
 

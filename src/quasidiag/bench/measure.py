@@ -73,7 +73,7 @@ def race(
     """Time all contenders on one workload; those that fail are left out, with the reason in ``failed``."""
     workload = item.workload()
     classes = _classes(workload)
-    calls, steps, failed = _prepare(workload, {**item.contenders, **peers})
+    calls, steps, failed = _prepare(workload, {**item.contenders, **peers}, item.first)
     say(f"{workload.name}: {len(calls)} contenders")
     times = timing.interleaved(
         calls, item.base, rounds or item.rounds, item.repeat, workload.device, busy
@@ -106,7 +106,7 @@ def race(
 
 
 def _prepare(
-    workload: Workload, makes: Mapping[str, Make]
+    workload: Workload, makes: Mapping[str, Make], first: int = 3
 ) -> tuple[dict[str, timing.Call], dict[str, Any], dict[str, str]]:
     calls: dict[str, timing.Call] = {}
     steps: dict[str, Any] = {}
@@ -120,7 +120,7 @@ def _prepare(
             if took > LONGEST:
                 failed[name] = f"left out, its first step took {took:.0f} s"
                 continue
-            for _ in range(2):
+            for _ in range(first - 1):
                 step()
             calls[name] = (
                 timing.captured(step, partial(_generators, step)) if workload.graph else step

