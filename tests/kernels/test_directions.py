@@ -17,6 +17,7 @@ from quasidiag.auto.orthogonal import ENTIRE, POLES
 from quasidiag.auto.proportions import HALF, share
 from quasidiag.auto.proposal import averaged_
 from quasidiag.kernels import Averaging, Wanted, native
+from quasidiag.kernels.native import Factors
 from quasidiag.root import Root
 
 pytestmark = pytest.mark.skipif(native.library() is None, reason="no C compiler")
@@ -26,28 +27,38 @@ vectors = pytest.mark.skipif(
 )
 
 
-#: Whether this processor multiplies faster in bfloat16.
-PAIRS = native.pairs()
 #: In bfloat16, numbers next to a tie are rounded to either side.
 CLOSE = {False: 2e-4, True: 5e-3}
 
 
-@pytest.fixture(autouse=True, params=[False, True], ids=["float32", "bfloat16"])
+def able(factors: Factors) -> bool:
+    """Whether this processor can multiply them."""
+    compiled = native.library()
+    return compiled is not None and bool(compiled.qd_multiplies(factors))
+
+
+@pytest.fixture(autouse=True, params=Factors, ids=lambda factors: factors.name.lower())
 def half(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> bool:
     """Whether products are in bfloat16."""
-    if request.param and not PAIRS:
-        pytest.skip("a processor that is not faster in bfloat16")
-    monkeypatch.setattr(native, "pairs", lambda: request.param)
+    if not able(request.param):
+        pytest.skip("a processor that does not multiply so")
+    monkeypatch.setattr(native, "factors", lambda: request.param)
     return bool(request.param)
 
 
-def test_a_processor_that_is_faster_in_bfloat16_is_told_from_others() -> None:
-    """By what Linux says of it. (A compiler that is old, or not GNU's, leaves it out.)"""
-    told = Path("/proc/cpuinfo").read_text()
-    if not all(word in told for word in ("AuthenticAMD", "avx512_bf16")) or not native.vectors():
-        assert not PAIRS
+@pytest.mark.parametrize("half", [Factors.FLOATS], indirect=True)
+def test_what_a_processor_multiplies_fastest_is_told_by_what_linux_says_of_it(half: bool) -> None:
+    """A compiler that is old, or not GNU's, leaves bfloat16 out."""
+    told, compiled = Path("/proc/cpuinfo").read_text(), native.library()
+    assert compiled is not None
+    fastest = Factors(compiled.qd_fastest())
+    assert able(fastest)
+    if fastest is Factors.TILES:
+        assert "amx_bf16" in told
+    elif not (all(word in told for word in ("AuthenticAMD", "avx512_bf16")) and native.vectors()):
+        assert fastest is Factors.FLOATS
     elif torch.backends.cpu.get_cpu_capability() == "AVX512" and shutil.which("gcc"):
-        assert PAIRS
+        assert fastest is Factors.PAIRS
 
 
 def a_root(kept: str, layers: int, units: int, n: int) -> Root:
@@ -118,7 +129,7 @@ def exactly(v: list[Tensor], root: Root) -> list[Tensor]:
     double = doubled(root)
     u = double.gradient([t.double() for t in v])
     matrices = orthogonal._apart(u)
-    half = native.pairs() and min(matrices.shape[1:]) >= FEW
+    half = bool(native.factors()) and min(matrices.shape[1:]) >= FEW
     return double.step(orthogonal._together(orthogonal.by_poles(matrices, half), u.shape))
 
 

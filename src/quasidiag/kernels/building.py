@@ -16,7 +16,7 @@ from pathlib import Path
 
 import torch
 
-SOURCES = "native", "orthogonal", "direction", "products"
+SOURCES = "native", "orthogonal", "tiles", "direction", "products"
 #: What the compiler is told about a processor, by what torch calls it.
 FLAGS = {
     "AVX512": ["-mavx512f", "-mavx512bw", "-mavx512dq", "-mavx512vl", "-mavx2", "-mfma"],

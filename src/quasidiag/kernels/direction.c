@@ -90,13 +90,13 @@ typedef struct {
     float *slopes; /* one for each unit */
 } kind;
 
-static kind kind_of(alike *of, int64_t poles, int pairs) {
+static kind kind_of(alike *of, int64_t poles, int factors) {
     kind k = {.of = of, .a = {of->n, of->bias != NULL, of->bias, of->mean, of->scale}};
     const int64_t inputs = of->n + k.a.first;
     k.rows = parts(of->units, of->groups);
     k.count = of->layers * of->groups;
-    k.one = k.rows > inputs ? plan(inputs, k.rows, 1, inputs, poles, pairs)
-                            : plan(k.rows, inputs, inputs, 1, poles, pairs);
+    k.one = k.rows > inputs ? plan(inputs, k.rows, 1, inputs, poles, factors)
+                            : plan(k.rows, inputs, inputs, 1, poles, factors);
     k.own = parts(k.rows * inputs, LINE) * LINE;
     k.each = k.own + k.one.each;
     k.work = (double)k.one.g * k.one.g * (1.5 * k.one.n + 0.5 * poles * k.one.g);
@@ -169,13 +169,13 @@ static void together(const kind *kinds, int64_t count, float *numbers, const rat
 
 /* Finds the directions of all layers. Returns 0 and does nothing if memory runs out. */
 int qd_directions(int64_t count, alike *layers, float whole, const float *numerators, const float *shifts,
-                  int64_t poles, int pairs, int threads) {
+                  int64_t poles, int factors, int threads) {
     const rational r = {whole, numerators, shifts};
     kind kinds[count];
     int64_t matrices = 0, numbers = 0, most = 0, least_room = 0, units = 0;
     double total = 0, heaviest = 0;
     for (int64_t i = 0; i < count; i++) {
-        const kind k = kinds[i] = kind_of(layers + i, poles, pairs);
+        const kind k = kinds[i] = kind_of(layers + i, poles, factors);
         matrices += k.count;
         numbers += k.count * k.own;
         units += k.of->layers * k.of->units;

@@ -16,6 +16,7 @@ import platform
 import shutil
 import subprocess
 from collections.abc import Sequence
+from enum import IntEnum
 from typing import Any
 
 import torch
@@ -35,6 +36,12 @@ LEAST = 4_096
 NARROW, LONG = 16, 4_096
 
 _FLOAT32 = torch.float32
+
+
+class Factors(IntEnum):
+    """The factors of products in ``orthogonal.c``: floats, or bfloat16 in pairs (AVX512_BF16) or in tiles (AMX)."""
+
+    FLOATS, PAIRS, TILES = range(3)
 
 
 class _Rule(ctypes.Structure):
@@ -113,10 +120,10 @@ def vectors() -> bool:
 
 
 @functools.cache
-def pairs() -> bool:
-    """Whether ``direction.c`` multiplies in bfloat16 (``orthogonal.by_poles``): where a processor does so twice as fast."""
+def factors() -> Factors:
+    """What ``direction.c`` multiplies: bfloat16 (``orthogonal.by_poles``) only where a processor is faster at that."""
     compiled = library()
-    return compiled is not None and bool(compiled.qd_pairs())
+    return Factors.FLOATS if compiled is None else Factors(compiled.qd_fastest())
 
 
 def usable(size: int, *tensors: Tensor | None) -> bool:
@@ -372,7 +379,7 @@ class Directions:
         for to, w in zip(self._every, found):
             to.w0, to.wi = _pair(w)
         at = ctypes.addressof(self._every)
-        if not _call("qd_directions", len(found), at, *self._rational, pairs()):
+        if not _call("qd_directions", len(found), at, *self._rational, factors()):
             return None
         return [Found(w, layers.slope) for w, layers in zip(found, self._every)]
 

@@ -8,7 +8,8 @@
  * make a call for each of many small matrices. Every number is summed in the same order on any number of threads.
  *
  * A processor that multiplies bfloat16 faster gets both factors of the products rounded to it, in pairs: a word holds the
- * numbers of a column in two rows that follow each other. Sums and inverses are of floats all the same.
+ * numbers of a column in two rows that follow each other. (Whole tiles of words are for tiles.c.) Sums and inverses are of
+ * floats all the same.
  */
 #include <math.h>
 #include <stdint.h>
@@ -43,11 +44,15 @@ __attribute__((noinline)) static void multiply(int64_t k, const float *x, int64_
         for (int h = 0; h < 2; h++) *(vector *)(c + i * cs + h * LANES) = sum[i][h];
 }
 
-#ifdef PAIRS
-int qd_pairs(void) { return __builtin_cpu_is("amd") && __builtin_cpu_supports("avx512bf16"); }
+#ifdef BF16
+#include "words.h"
+
+static int paired_up(void) { return __builtin_cpu_supports("avx512bf16") != 0; }
+
+static int amd(void) { return __builtin_cpu_is("amd") != 0; }
 
 /* As `multiply`, of `k` rows of pairs. */
-__attribute__((noinline, target("avx512bf16"))) static void multiply_pairs(int64_t k, const float *x, int64_t xs,
+__attribute__((noinline)) BFLOAT16 static void multiply_pairs(int64_t k, const float *x, int64_t xs,
                                                                             const float *y, int64_t ys, int more,
                                                                             float *c, int64_t cs) {
     __m512 sum[ROWS][2];
@@ -70,37 +75,9 @@ __attribute__((noinline, target("avx512bf16"))) static void multiply_pairs(int64
 }
 
 /* The pairs of two rows, of WIDTH columns. They may take the place of a row. */
-__attribute__((target("avx512bf16"))) static void pair(float *to, const float *first, const float *second) {
-    for (int64_t j = 0; j < WIDTH; j += LANES) {
-        const __m512i low = _mm512_cvtepu16_epi32((__m256i)_mm512_cvtneps_pbh(_mm512_load_ps(first + j)));
-        const __m512i high = _mm512_cvtepu16_epi32((__m256i)_mm512_cvtneps_pbh(_mm512_load_ps(second + j)));
-        _mm512_store_si512(to + j, _mm512_or_si512(low, _mm512_slli_epi32(high, 16)));
-    }
-}
-
-/* The transpose of LANES x LANES numbers: their two halves are shuffled like cards, once for each bit of LANES - 1. */
-static void transpose(float *x) {
-    enum { HALVES = LANES * LANES / 2 };
-    float y[2 * HALVES] __attribute__((aligned(64)));
-    for (int times = 1; times < LANES; times *= 2) {
-        memcpy(y, x, sizeof y);
-#pragma omp simd
-        for (int i = 0; i < HALVES; i++) {
-            x[2 * i] = y[i];
-            x[2 * i + 1] = y[HALVES + i];
-        }
-    }
-}
-
-/* The first `count` of LANES numbers, then zeros. */
-static __m512 load(int64_t count, const float *from) {
-    return _mm512_maskz_loadu_ps((1u << least(LANES, count > 0 ? count : 0)) - 1, from);
-}
-
-/* The pairs of `by` times `count` numbers that follow each other, then zeros up to LANES pairs. */
-__attribute__((target("avx512bf16"))) static void join(float *to, const float *from, int64_t count, float by) {
-    const __m512 left = load(count, from), right = load(count - LANES, from + LANES);
-    _mm512_store_si512(to, (__m512i)_mm512_cvtne2ps_pbh(by * right, by * left));
+BFLOAT16 static void pair(float *to, const float *first, const float *second) {
+    for (int64_t j = 0; j < WIDTH; j += LANES)
+        _mm512_store_si512(to + j, paired(_mm512_load_ps(first + j), _mm512_load_ps(second + j)));
 }
 
 /* As `take_lines`, where the numbers of a pair lie next to each other (row = 1). */
@@ -117,7 +94,8 @@ static void take_pairs(float *to, int64_t stride, const float *from, int64_t col
         }
 }
 #else
-int qd_pairs(void) { return 0; }
+static int paired_up(void) { return 0; }
+static int amd(void) { return 0; }
 static void multiply_pairs(int64_t k, const float *x, int64_t xs, const float *y, int64_t ys, int more, float *c,
                            int64_t cs) {}
 static void pair(float *to, const float *first, const float *second) {}
@@ -125,13 +103,17 @@ static void take_pairs(float *to, int64_t stride, const float *from, int64_t col
                        float by) {}
 #endif
 
+int qd_multiplies(int factors) { return factors == TILES ? tiled() : factors == PAIRS ? paired_up() : 1; }
+
+int qd_fastest(void) { return tiled() ? TILES : paired_up() && amd() ? PAIRS : FLOATS; }
+
 /* c <- x^T y as by `multiply`, of numbers or of pairs. */
 static void multiply_lines(const problem *m, int64_t k, const float *x, const float *y, int64_t ys, int more, float *c) {
-    (m->pairs ? multiply_pairs : multiply)(k, x, m->stride, y, ys, more, c, WIDTH);
+    (m->factors == PAIRS ? multiply_pairs : multiply)(k, x, m->stride, y, ys, more, c, WIDTH);
 }
 
 /* How many rows of numbers, or of pairs, hold `rows` rows. */
-static int64_t lines(const problem *m, int64_t rows) { return m->pairs ? parts(rows, 2) : rows; }
+static int64_t lines(const problem *m, int64_t rows) { return m->factors == PAIRS ? parts(rows, 2) : rows; }
 
 /* G <- X X^T of every matrix, from X^T; only the tiles on the diagonal and above. Up to DEPTH columns (or pairs) at a time are
  * summed separately: else the rounding errors of many columns that are alike could exceed the smallest shift. */
@@ -316,7 +298,7 @@ static void take(float *to, int64_t stride, const float *from, int64_t row, int6
 /* As `take`, of what is to be multiplied: in pairs, if `m` has it so. */
 static void take_lines(const problem *m, float *to, int64_t stride, const float *from, int64_t row, int64_t column,
                        int64_t rows, int64_t there, float by) {
-    if (!m->pairs) {
+    if (m->factors == FLOATS) {
         take(to, stride, from, row, column, rows, there, by);
         return;
     }
@@ -351,8 +333,7 @@ static void look(const problem *m) {
     }
 }
 
-/* The factor that makes the largest entry of a matrix 1, because the squares of a very small gradient would underflow. */
-static float scale(const problem *m, int64_t which) {
+float scale(const problem *m, int64_t which) {
     float most = 0;
     for (int64_t i = which * m->panels; i < (which + 1) * m->panels; i++) most = m->most[i] > most ? m->most[i] : most;
     return most > 0 ? 1 / most : 0;
@@ -379,10 +360,18 @@ static void couple(const problem *m) {
     }
 }
 
+void put(const problem *m, float *x, float (*block)[WIDTH], int64_t rows, int64_t columns) {
+    for (int64_t r = 0; r < rows; r++, x += m->row)
+        if (m->column == 1)
+            memcpy(x, block[r], columns * sizeof(float));
+        else
+            for (int64_t j = 0; j < columns; j++) x[j * m->column] = block[r][j];
+}
+
 /* X <- (the sum in the place of G) X. */
 static void finish(const problem *m) {
     const int64_t panels = parts(m->n, WIDTH), g = lines(m, m->g), depth = parts(g, parts(g, DEPTH));
-    const int64_t each = m->pairs ? 2 : 1;
+    const int64_t each = m->factors == PAIRS ? 2 : 1;
 #pragma omp for schedule(dynamic)
     for (int64_t i = 0; i < m->count * panels; i++) {
         const int64_t which = i / panels, first = i % panels * WIDTH, there = least(WIDTH, m->n - first);
@@ -398,42 +387,38 @@ static void finish(const problem *m) {
                 multiply_lines(m, least(depth, g - s), m->gram + which * m->size + s * m->stride + row, panel, WIDTH, s > 0,
                                result[row]);
         }
-        for (int64_t r = 0; r < m->g; r++) {
-            float *to = x + r * m->row;
-            if (m->column == 1)
-                memcpy(to, result[r], there * sizeof(float));
-            else
-                for (int64_t j = 0; j < there; j++) to[j * m->column] = result[r][j];
-        }
+        put(m, x, result, m->g, there);
     }
 }
 
 /* The sizes for matrices of g rows and n columns, which lie `row` and `column` apart. */
-problem plan(int64_t g, int64_t n, int64_t row, int64_t column, int64_t poles, int pairs) {
+problem plan(int64_t g, int64_t n, int64_t row, int64_t column, int64_t poles, int factors) {
     problem m = {.poles = poles, .g = g, .n = n, .row = row, .column = column, .panels = parts(g, WIDTH)};
-    m.pairs = pairs && g >= FEW;
+    m.factors = g < FEW ? FLOATS : factors;
     m.side = parts(g, ROWS) * ROWS;
     m.stride = (m.panels * WIDTH / LINE | 1) * LINE;
     m.size = m.side * m.stride;
-    m.each = n * m.stride + (1 + poles) * m.size + 2 * poles * BLOCK * m.stride;
+    m.room = m.factors == TILES ? words_of_tiles(g, n) : n * m.stride;
+    m.each = m.room + (1 + poles) * m.size + 2 * poles * BLOCK * m.stride;
     m.each += parts(m.panels + 1 + poles, LINE) * LINE;
     return m;
 }
 
 /* X <- P Q^T of every matrix. All threads of a team call it together. */
 void orthogonalise(problem m, const rational *r) {
-    m.gram = m.packed + m.count * m.n * m.stride;
+    m.gram = m.packed + m.count * m.room;
     m.shifted = m.gram + m.count * m.size;
     m.rows = m.shifted + m.count * m.poles * m.size;
     m.most = m.rows + 2 * m.count * m.poles * BLOCK * m.stride;
     m.bound = m.most + m.count * m.panels;
     m.counts = m.bound + m.count;
+    const int tiles = m.factors == TILES;
     look(&m);
-    pack(&m);
-    square(&m);
+    (tiles ? pack_tiles : pack)(&m);
+    (tiles ? square_tiles : square)(&m);
     shift(&m, r);
     invert(&m, r);
     combine(&m, r);
-    if (m.pairs) couple(&m);
-    finish(&m);
+    if (m.factors != FLOATS) (tiles ? couple_tiles : couple)(&m);
+    (tiles ? finish_tiles : finish)(&m);
 }
