@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 def move_(
     optimizer: Riemannian, direction: dict[Tensor, Tensor], by: float, settles: bool = False
 ) -> None:
-    """Move parameters by ``by`` times their ``direction``, which is overwritten by that move.
+    """Move parameters by ``by`` times their ``direction``, which may be overwritten by that move.
 
     The move is added to the sum of updates since the last measurement (``state["update"]``) and to the offset from rest
     (``state["apart"]``). With ``settles``, a kernel that can brings the parameters back to rest at once: the caller

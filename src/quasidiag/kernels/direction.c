@@ -32,22 +32,25 @@ typedef struct {
     double slope;
 } alike;
 
-/* u <- A^{-T} v of unit k. */
-static void coordinates(const root *a, int64_t k, const alike *of, float *u) {
+/* u <- A^{-T} v of unit k; returns its largest absolute entry. */
+static float coordinates(const root *a, int64_t k, const alike *of, float *u) {
     const float *v = of->vi + k * a->n, *s = a->scale + k * a->n, *mu = a->mean ? a->mean + k * a->n : NULL;
-    float *to = u + a->first, by = a->first ? of->v0[k] : 0;
+    float *to = u + a->first, by = a->first ? of->v0[k] : 0, most = 0;
     if (of->gi) {
         average(a->n, of->vi + k * a->n, of->gi + k * a->n, to, of->new, of->factor);
         v = to;
         if (a->first) average(1, of->v0 + k, of->g0 + k, &by, of->new, of->factor);
     }
-    if (a->first) *u = by * a->bias[k];
-    if (mu) {
+    if (mu)
 #pragma omp simd
         for (int64_t i = 0; i < a->n; i++) to[i] = (v[i] - mu[i] * by) * s[i];
-    } else
+    else
 #pragma omp simd
         for (int64_t i = 0; i < a->n; i++) to[i] = v[i] * s[i];
+    if (a->first) *u = by * a->bias[k];
+#pragma omp simd reduction(max : most)
+    for (int64_t i = 0; i < a->n + a->first; i++) most = fabsf(u[i]) > most ? fabsf(u[i]) : most;
+    return most;
 }
 
 /* w <- by A^{-1} u of unit k, where u is first divided by its length, or by `shortest` if that is larger (not if
@@ -85,7 +88,7 @@ typedef struct {
     alike *of;
     root a;
     problem one;
-    int64_t rows, count, own, each; /* own: floats of one matrix; each: with its workspace */
+    int64_t rows, count, own, each; /* own: floats of one matrix, and one for each row; each: with its workspace */
     double work;
     float *slopes; /* one for each unit */
 } kind;
@@ -97,7 +100,7 @@ static kind kind_of(alike *of, int64_t poles, int factors) {
     k.count = of->layers * of->groups;
     k.one = k.rows > inputs ? plan(inputs, k.rows, 1, inputs, poles, factors)
                             : plan(k.rows, inputs, inputs, 1, poles, factors);
-    k.own = parts(k.rows * inputs, LINE) * LINE;
+    k.own = parts(k.rows * inputs + k.rows, LINE) * LINE;
     k.each = k.own + k.one.each;
     k.work = (double)k.one.g * k.one.g * (1.5 * k.one.n + 0.5 * poles * k.one.g);
     return k;
@@ -123,14 +126,14 @@ static void directions(const kind *k, int64_t start, int64_t count, float *numbe
     problem m = k->one;
     m.count = count;
     m.x = numbers;
-    m.packed = m.x + count * k->own;
+    m.most = m.x + count * k->rows * inputs;
+    m.units = k->rows;
+    m.packed = numbers + count * k->own;
 #pragma omp for schedule(static)
     for (int64_t i = 0; i < count * k->rows; i++) {
         const int64_t u = unit(start * k->rows + i, k->rows, of->groups, of->units);
-        if (u < 0)
-            memset(m.x + i * inputs, 0, inputs * sizeof(float));
-        else
-            coordinates(&k->a, u, of, m.x + i * inputs);
+        if (u < 0) memset(m.x + i * inputs, 0, inputs * sizeof(float));
+        m.most[i] = u < 0 ? 0 : coordinates(&k->a, u, of, m.x + i * inputs);
     }
     orthogonalise(m, r);
 #pragma omp for schedule(static)

@@ -138,20 +138,17 @@ static int disjoint(int64_t count, const int64_t *sizes, float *const *arrays) {
     return 1;
 }
 
-/* The norms of those thetas that have an `apart`. All threads of a team call it together. */
-static void measure(int64_t count, const int64_t *sizes, float *const *thetas, float *const *aparts, double *sums,
-                    double *norms) {
-    for (int64_t k = 0; k < count; k++) {
-        if (!aparts[k]) continue;
+/* The norm of an array. All threads of a team call it together. */
+static void measure(int64_t size, const float *x, double *sums, double *norm) {
 #pragma omp for schedule(static)
-        for (int64_t start = 0; start < sizes[k]; start += CHUNK)
-            sums[start / CHUNK] = squares(least(CHUNK, sizes[k] - start), thetas[k] + start);
+    for (int64_t start = 0; start < size; start += CHUNK)
+        sums[start / CHUNK] = squares(least(CHUNK, size - start), x + start);
 #pragma omp single
-        norms[k] = sqrt(added(parts(sizes[k], CHUNK), sums));
-    }
+    *norm = sqrt(added(parts(size, CHUNK), sums));
 }
 
-/* w <- by w, theta <- theta + w, apart <- keep (apart + w), way <- way + w, each unless it is NULL (moving.move_).
+/* w <- by w, theta <- theta + w, apart <- keep (apart + w), way <- way + w, each unless it is NULL (moving.move_). Where
+ * there are both an apart and a way, nobody asks for w again, and it stays as it was.
  *
  * With `norms`, thetas that have an `apart` then come to rest, theta <- theta - apart (rest.settle_), and their norms are
  * found, after all have come to rest if they overlap. Without `ws` nothing else happens. Returns 0 if memory runs out. */
@@ -172,9 +169,11 @@ int qd_move(int64_t count, const int64_t *sizes, float *const *thetas, float *co
                 if (w)
 #pragma omp simd
                     for (int64_t i = start; i < last; i++) {
-                        theta[i] += w[i] *= by;
-                        if (way) way[i] += w[i];
-                        if (apart) apart[i] = keep * (apart[i] + w[i]);
+                        const float u = by * w[i];
+                        theta[i] += u;
+                        if (way) way[i] += u;
+                        if (apart) apart[i] = keep * (apart[i] + u);
+                        if (!way || !apart) w[i] = u;
                     }
                 if (apart && norms) sums[start / CHUNK] = settle(last - start, theta + start, apart + start);
             }
@@ -182,7 +181,8 @@ int qd_move(int64_t count, const int64_t *sizes, float *const *thetas, float *co
 #pragma omp single
                 norms[k] = sqrt(added(parts(sizes[k], CHUNK), sums));
         }
-        if (norms && !once) measure(count, sizes, thetas, aparts, sums, norms);
+        for (int64_t k = 0; k < count && norms && !once; k++)
+            if (aparts[k]) measure(sizes[k], thetas[k], sums, norms + k);
         restore(before);
     }
     give_back(mine);
@@ -197,11 +197,14 @@ int qd_lead(int64_t count, const int64_t *sizes, float *const *thetas, float *co
             const float *allowed, double *found, int threads) {
     room *mine = borrow(2 * most_chunks(count, sizes));
     if (!mine) return 0;
+    double *sums = (double *)mine->numbers;
+    const int once = disjoint(count, sizes, thetas); /* else one that moves may change what another's norm is */
 #pragma omp parallel num_threads(worth(total(count, sizes), threads))
     {
         const unsigned before = flush_denormals();
-        measure(count, sizes, thetas, aparts, (double *)mine->numbers, found);
+        for (int64_t k = 0; k < count && !once; k++) measure(sizes[k], thetas[k], sums, found + k);
         for (int64_t k = 0; k < count; k++) {
+            if (once) measure(sizes[k], thetas[k], sums, found + k);
             const int same = as_left(found[k], norms[k], allowed[k]);
             float *theta = thetas[k], *apart = aparts[k];
 #pragma omp for schedule(static) /* threads wait at its end, since thetas may overlap */

@@ -209,7 +209,7 @@ def move_(
 ) -> list[float] | None:
     """``w ← by·w``, ``θ ← θ + w``, ``apart ← keep·(apart + w)``, ``way ← way + w``; then :func:`settle_` if ``settles``.
 
-    Returns the norms after :func:`settle_`, or NaNs without it.
+    Returns the norms after :func:`settle_`, or NaNs without it. ``w`` is not written where there are ``apart`` and ``way``.
     """
     if not (dense(*thetas, *ws, *aparts, *ways) and _fit(ws, thetas, aparts, ways)):
         return None

@@ -315,27 +315,10 @@ static void take_lines(const problem *m, float *to, int64_t stride, const float 
     }
 }
 
-/* The largest absolute entry of each panel of rows. */
-static void look(const problem *m) {
-#pragma omp for schedule(static)
-    for (int64_t i = 0; i < m->count * m->panels; i++) {
-        const int64_t which = i / m->panels, first = i % m->panels * WIDTH, last = least(first + WIDTH, m->g);
-        const int64_t across = m->column == 1; /* go along numbers that lie next to each other */
-        const float *x = m->x + which * m->g * m->n;
-        float most = 0;
-        for (int64_t a = across ? first : 0; a < (across ? last : m->n); a++) {
-            const float *line = x + a * (across ? m->row : m->column);
-#pragma omp simd reduction(max : most)
-            for (int64_t b = across ? 0 : first; b < (across ? m->n : last); b++)
-                most = fabsf(line[b]) > most ? fabsf(line[b]) : most;
-        }
-        m->most[i] = most;
-    }
-}
-
 float scale(const problem *m, int64_t which) {
     float most = 0;
-    for (int64_t i = which * m->panels; i < (which + 1) * m->panels; i++) most = m->most[i] > most ? m->most[i] : most;
+#pragma omp simd reduction(max : most)
+    for (int64_t i = which * m->units; i < (which + 1) * m->units; i++) most = m->most[i] > most ? m->most[i] : most;
     return most > 0 ? 1 / most : 0;
 }
 
@@ -400,7 +383,7 @@ problem plan(int64_t g, int64_t n, int64_t row, int64_t column, int64_t poles, i
     m.size = m.side * m.stride;
     m.room = m.factors == TILES ? words_of_tiles(g, n) : n * m.stride;
     m.each = m.room + (1 + poles) * m.size + 2 * poles * BLOCK * m.stride;
-    m.each += parts(m.panels + 1 + poles, LINE) * LINE;
+    m.each += parts(1 + poles, LINE) * LINE;
     return m;
 }
 
@@ -409,11 +392,9 @@ void orthogonalise(problem m, const rational *r) {
     m.gram = m.packed + m.count * m.room;
     m.shifted = m.gram + m.count * m.size;
     m.rows = m.shifted + m.count * m.poles * m.size;
-    m.most = m.rows + 2 * m.count * m.poles * BLOCK * m.stride;
-    m.bound = m.most + m.count * m.panels;
+    m.bound = m.rows + 2 * m.count * m.poles * BLOCK * m.stride;
     m.counts = m.bound + m.count;
     const int tiles = m.factors == TILES;
-    look(&m);
     (tiles ? pack_tiles : pack)(&m);
     (tiles ? square_tiles : square)(&m);
     shift(&m, r);

@@ -26,6 +26,7 @@ enum { FLOATS, PAIRS, TILES };
  * cache. Of symmetric ones the part below the diagonal is not used. */
 typedef struct {
     int64_t count, poles, g, n, row, column; /* the last two: how far apart the rows and columns of x lie */
+    int64_t units; /* how many of the numbers in `most`, absolute entries, the largest one of a matrix is among */
     int64_t panels, side, stride, size, room, each; /* the last two: of one matrix, its packed floats and all its workspace */
     int factors; /* FLOATS, PAIRS or TILES */
     float *x, *packed, *gram, *shifted, *rows, *most, *bound, *counts; /* the last: factor of each inverse in the sum */

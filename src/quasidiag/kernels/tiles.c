@@ -30,9 +30,10 @@ TILED static void configure(void) {
     _tile_loadconfig(&of);
 }
 
-/* c <- x y, of WIDTH x WIDTH numbers, where x is `depth` tiles of two blocks of rows, which lie `xs` apart, and y as many of
+/* c <- x y, of WIDTH x WIDTH numbers whose rows lie `cs` apart, where x is `depth` tiles of two blocks of rows, which lie `xs` apart, and y as many of
  * two blocks of columns. */
-TILED static void multiply_tiles(int64_t depth, const float *x, int64_t xs, const float *y, float *c) {
+TILED static void multiply_tiles(int64_t depth, const float *x, int64_t xs, const float *y, float *c,
+                                 int64_t cs) {
     enum { BYTES = 4 * LANES };
     _tile_zero(0);
     _tile_zero(1);
@@ -48,10 +49,10 @@ TILED static void multiply_tiles(int64_t depth, const float *x, int64_t xs, cons
         _tile_dpbf16ps(2, 5, 6);
         _tile_dpbf16ps(3, 5, 7);
     }
-    _tile_stored(0, c, 4 * WIDTH);
-    _tile_stored(1, c + LANES, 4 * WIDTH);
-    _tile_stored(2, c + LANES * WIDTH, 4 * WIDTH);
-    _tile_stored(3, c + LANES * WIDTH + LANES, 4 * WIDTH);
+    _tile_stored(0, c, 4 * cs);
+    _tile_stored(1, c + LANES, 4 * cs);
+    _tile_stored(2, c + LANES * cs, 4 * cs);
+    _tile_stored(3, c + LANES * cs + LANES, 4 * cs);
 }
 
 /* Whether a process that multiplies tiles survives it, and with the right result: what a processor says of itself is not
@@ -64,7 +65,7 @@ TILED static int multiplies(void) {
         float x[2 * TILE], c[WIDTH * WIDTH];
         for (int i = 0; i < 2 * TILE; i++) memcpy(x + i, &(uint32_t){0x3f803f80}, 4); /* pairs of ones */
         configure();
-        multiply_tiles(1, x, TILE, x, c);
+        multiply_tiles(1, x, TILE, x, c, WIDTH);
         _exit(c[0] != NUMBERS || c[WIDTH * WIDTH - 1] != NUMBERS);
     }
     int status = 1;
@@ -141,7 +142,8 @@ TILED void square_tiles(const problem *m) {
         for (int64_t s = 0; s < all; s += depth)
             for (int64_t above = 0; above <= panel; above++) {
                 float *c = m->gram + which * m->size + above * WIDTH * stride + panel * WIDTH;
-                multiply_tiles(least(depth, all - s), x + (2 * above * all + s) * TILE, all * TILE, y + s * 2 * TILE, block);
+                multiply_tiles(least(depth, all - s), x + (2 * above * all + s) * TILE, all * TILE, y + s * 2 * TILE, block,
+                               WIDTH);
                 for (int64_t r = 0; r < least(WIDTH, m->side - above * WIDTH); r++)
 #pragma omp simd
                     for (int64_t j = 0; j < WIDTH; j++)
@@ -185,9 +187,14 @@ TILED void finish_tiles(const problem *m) {
             transpose(to);
         }
         for (int64_t top = 0; top < m->g; top += WIDTH) {
-            float block[WIDTH][WIDTH] __attribute__((aligned(64)));
-            multiply_tiles(depth, sum + top / LANES * depth * TILE, depth * TILE, panel, block[0]);
-            put(m, x + top * m->row, block, least(WIDTH, m->g - top), there);
+            const float *rows = sum + top / LANES * depth * TILE;
+            float *to = x + top * m->row, block[WIDTH][WIDTH] __attribute__((aligned(64)));
+            if (m->column == 1 && there == WIDTH && m->g - top >= WIDTH) {
+                multiply_tiles(depth, rows, depth * TILE, panel, to, m->row);
+                continue;
+            }
+            multiply_tiles(depth, rows, depth * TILE, panel, block[0], WIDTH);
+            put(m, to, block, least(WIDTH, m->g - top), there);
         }
     }
     _tile_release();
