@@ -90,11 +90,11 @@ def test_strata_of_samples_in_no_order() -> None:
     sizes = torch.rand(300, generator=torch.Generator().manual_seed(0)) ** 4
     part = strata(sizes).part(100)
     rows = part.rows(sizes)
-    found = [t for _, t, _ in part.split(rows, rows)]
+    found = [t for _, t in part.split(rows)]
     for heavier, lighter in itertools.pairwise(found):
         assert float(heavier.min()) >= float(lighter.max())
     weights = part.weights(rows)
-    for (each, piece, _), stratum in zip(part.split(rows, rows), part.strata, strict=True):
+    for (each, piece), stratum in zip(part.split(rows), part.strata, strict=True):
         mine = torch.isin(rows, piece)
         assert mine.sum() == stratum.kept and bool((weights[mine] == each).all())
 
@@ -108,13 +108,14 @@ def test_rows_and_what_they_stand_for() -> None:
     assert torch.equal(rows.view(100, 2, 2)[:, 0, 0], 2 * part.picked)
     weights = part.weights(rows.double())
     assert weights.shape == (200, 1) and float(weights.sum()) == pytest.approx(600)
-    pieces = [*part.split(rows, part.rows(sizes))]
+    pieces, alone = [*part.split(rows)], [*part.split(part.rows(sizes))]
     assert part.picked.tolist() == sorted(part.picked.tolist())
-    assert torch.equal(torch.cat([y for _, y, _ in pieces]).sort(0).values, rows)
-    lightest = [float(t.min()) for _, _, t in pieces]
+    assert torch.equal(torch.cat([y for _, y in pieces]).sort(0).values, rows)
+    lightest = [float(t.min()) for _, t in alone]
     assert lightest == sorted(lightest, reverse=True)  # the first strata matter most
-    assert [len(t) for _, _, t in pieces] == [stratum.kept for stratum in part.strata]
-    assert [each for each, _, _ in pieces] == [stratum.each for stratum in part.strata]
+    assert [len(t) for _, t in alone] == [stratum.kept for stratum in part.strata]
+    assert [len(y) for _, y in pieces] == [2 * stratum.kept for stratum in part.strata]
+    assert [each for each, _ in pieces] == [stratum.each for stratum in part.strata]
 
 
 def test_samples_at_even_distances() -> None:

@@ -41,8 +41,7 @@ class Part:
         self.samples, self.strata = samples, strata
         order = picked.argsort()  # a model may rely on the order, as of sorted sequences
         self.picked = torch.from_numpy(picked[order]).to(device)
-        self._sizes = [stratum.kept for stratum in strata]
-        each = np.repeat([stratum.each for stratum in strata], self._sizes)[order]
+        each = np.repeat([s.each for s in strata], [s.kept for s in strata])[order]
         precise = device.type != "mps"
         self._each = torch.from_numpy(each if precise else each.astype(np.float32)).to(device)
         self._places = torch.from_numpy(order.argsort()).to(device)
@@ -92,16 +91,18 @@ class Part:
         each = self._each.to(rows.device, rows.dtype)
         return each.repeat_interleave(len(rows) // self.kept).view(-1, *[1] * (rows.dim() - 1))
 
-    def split(self, output: Tensor, target: Tensor) -> Iterator[tuple[float, Tensor, Tensor]]:
-        """The part's output and target, stratum by stratum, with what a sample of each stands for."""
+    def sorted(self, x: Tensor) -> Tensor:
+        """The part's rows of an output or a target, stratum by stratum."""
         if not self.chosen:
-            yield self.strata[0].each, output, target
-            return
-        both = [x.unflatten(0, (self.kept, -1)) for x in (output, target)]
-        both = [x.index_select(0, self._places.to(x.device)) for x in both]
-        pieces = zip(self.strata, *(x.split(self._sizes) for x in both))
-        for (_, each), y, t in pieces:
-            yield each, y.flatten(0, 1), t.flatten(0, 1)
+            return x
+        of_each = x.unflatten(0, (self.kept, -1))
+        return of_each.index_select(0, self._places.to(x.device)).flatten(0, 1)
+
+    def split(self, x: Tensor) -> Iterator[tuple[float, Tensor]]:
+        """The part's rows of an output or a target, stratum by stratum, with what a sample of each stands for."""
+        rows = len(x) // self.kept
+        pieces = self.sorted(x).split([rows * stratum.kept for stratum in self.strata])
+        return zip((stratum.each for stratum in self.strata), pieces)
 
 
 class Strata:

@@ -22,8 +22,7 @@ def judge(monkeypatch: pytest.MonkeyPatch, now: float, after: float) -> Quadrati
     """Of a loss that is ``now``, and ``after`` the step."""
     model = QuadraticModel.__new__(QuadraticModel)
     model.report = Report()
-    found = torch.tensor([now, after], dtype=torch.float64)
-    monkeypatch.setattr(QuadraticModel, "_compared", lambda *_: found)
+    monkeypatch.setattr(QuadraticModel, "_compared", lambda *_: [now, after])
     return model
 
 

@@ -5,8 +5,9 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from functools import cached_property
 from types import MappingProxyType
-from typing import Any
+from typing import Any, NamedTuple
 
 from torch import Tensor
 from torch.nn.utils.rnn import PackedSequence
@@ -22,6 +23,7 @@ class Call:
     """One call of the model: arguments, random state and autocast (``around``), outputs.
 
     ``versions`` are the version counters of the outputs, ``entered`` those of the arguments when the model was called.
+    ``parts`` has the arguments for parts of the samples that were asked for so far: steps are tried on one several times.
     """
 
     arguments: tuple[Any, Any]
@@ -29,12 +31,13 @@ class Call:
     outputs: list[Tensor]
     versions: list[int]
     entered: list[int]
+    parts: dict[Part, tuple[Any, Any]] = field(default_factory=dict)
 
     def reading(self, output: Tensor) -> Reading | None:
         """How the tensor that a criterion was called on follows from the outputs of this call; ``None`` if it does not."""
         return Reading.find(output, self.outputs, self.versions)
 
-    @property
+    @cached_property
     def samples(self) -> int:
         """The number of samples, by the first dimension of the arguments; 0 if it is not the same for all of them."""
         lengths = {len(x) for x in tensors(self.arguments) if x.dim()}
@@ -44,9 +47,19 @@ class Call:
         """The arguments for a part of the samples, or for all."""
         if part is None:
             return self.arguments
-        return changed(
-            self.arguments, lambda x: part.rows(x) if x.dim() and len(x) == part.samples else x
-        )
+        if part not in self.parts:
+            self.parts[part] = changed(
+                self.arguments, lambda x: part.rows(x) if x.dim() and len(x) == part.samples else x
+            )
+        return self.parts[part]
+
+
+class Piece(NamedTuple):
+    """The targets of so many rows of an output, and how many terms of the loss they stand for."""
+
+    rows: int
+    target: Tensor
+    terms: float
 
 
 @dataclass(eq=False)
@@ -54,9 +67,9 @@ class Batch:
     """A call of the model and the criterion's call on its output.
 
     ``weight`` is the factor of this loss in what was backpropagated, ``None`` before. ``values`` has the losses in
-    float64 that were computed so far, by the part of the samples (``None`` for all); ``parts`` has the parts that were
-    chosen so far, by how many samples they have, ``strata`` what they are chosen from and ``terms`` how many terms the loss
-    has, once these are known.
+    float64 that were computed so far, by the part of the samples (``None`` for all), ``pieces`` what is the same for all
+    losses of a part, and ``counts`` how many terms they have; ``parts`` has the parts that were chosen so far, by how many
+    samples they have, ``strata`` what they are chosen from and ``terms`` how many terms the loss has, once these are known.
     """
 
     call: Call
@@ -67,6 +80,8 @@ class Batch:
     loss: Tensor
     weight: Tensor | None = None
     values: dict[Part | None, Tensor] = field(default_factory=dict)
+    pieces: dict[Part | None, list[Piece]] = field(default_factory=dict)
+    counts: dict[Part, int] = field(default_factory=dict)
     parts: dict[int, Part] = field(default_factory=dict)
     strata: Strata | None = None
     terms: int | None = None

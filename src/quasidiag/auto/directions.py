@@ -30,8 +30,9 @@ def after_step(
     """Where parameters would be after a step along ``directions`` with these coefficients."""
     found: dict[Tensor, Tensor] = {}
     for u, x in zip(directions, coefficients):
-        for p, w in u.items():
-            found[p] = torch.add(found.get(p, p.detach()), cast(w, p.dtype), alpha=x)
+        before = [found.get(p, p.detach()) for p in u]
+        ws = [cast(w, p.dtype) for p, w in u.items()]
+        found |= zip(u, torch._foreach_add(before, ws, alpha=x))
     return found
 
 

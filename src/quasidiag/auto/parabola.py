@@ -2,7 +2,8 @@ r"""The damped quadratic model along a few directions, as numbers: slopes, forms
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from dataclasses import dataclass, replace
+from functools import cached_property
 
 import numpy as np
 import numpy.typing as npt
@@ -17,18 +18,23 @@ Array = npt.NDArray[np.float64]
 def minimiser(linear: Array, quadratic: Array) -> Array:
     r"""The coefficients *c* that minimise :math:`c·\text{linear} + \tfrac12 c^⊤ \text{quadratic}\, c`.
 
-    Zero where the system has no finite solution.
+    Zero where the system has no finite solution. A single equation, the usual case, is solved without LAPACK.
     """
     scale = np.maximum(quadratic.diagonal(), np.finfo(np.float64).tiny) ** -0.5
+    right = scale * linear
+    if len(linear) == 1:
+        best: Array = -scale * (right / (quadratic[0] * scale * scale + RIDGE))
+        return best if np.isfinite(best[0]) else np.zeros_like(linear)
     system = quadratic * scale * scale[:, None] + RIDGE * np.eye(len(linear))
     try:
-        best: Array = -scale * np.linalg.solve(system, scale * linear)
+        best = -scale * np.linalg.solve(system, right)
     except np.linalg.LinAlgError:
         return np.zeros_like(linear)
     return best if np.isfinite(best).all() else np.zeros_like(linear)
 
 
-class Parabola(NamedTuple):
+@dataclass(frozen=True, eq=False)
+class Parabola:
     r"""The model :math:`c·s + \tfrac12 c^⊤ (F + λM)\, c` of the coefficients :math:`c`.
 
     ``slopes`` are :math:`s`, ``curved`` is :math:`F`, ``damping`` is :math:`λM`. The step that is taken is ``factors``
@@ -42,9 +48,9 @@ class Parabola(NamedTuple):
 
     def steeper(self, part: float) -> Parabola:
         """The model whose undamped step is ``part`` of this one's."""
-        return self._replace(curved=self.curved / part)
+        return replace(self, curved=self.curved / part)
 
-    @property
+    @cached_property
     def best(self) -> Array:
         """The coefficients that minimise it; 0 for a direction that would have to be followed uphill."""
         curved = self.curved + self.damping
@@ -56,7 +62,7 @@ class Parabola(NamedTuple):
         best[down] = minimiser(self.slopes[down], curved[np.ix_(down, down)])
         return best
 
-    @property
+    @cached_property
     def step(self) -> Array:
         """The coefficients of the step that is taken."""
         return self.factors * self.best

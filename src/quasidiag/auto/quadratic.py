@@ -12,6 +12,7 @@ from __future__ import annotations
 import math
 import warnings
 from collections.abc import Callable, Mapping, Sequence
+from operator import mul
 from typing import Any
 
 import numpy as np
@@ -219,8 +220,7 @@ class QuadraticModel:
         """
         step = parabola.step
         slope, promised = float(parabola.slopes @ step), parabola.change(step)
-        tried = self._compared(after_step(directions, step.tolist()), ranks, self._trial)
-        now, after = tried.tolist()
+        now, after = self._compared(after_step(directions, step.tolist()), ranks, self._trial)
         change = after - now
         if not math.isfinite(now) or change <= TRUE * promised:
             return 1.0
@@ -377,13 +377,13 @@ class QuadraticModel:
         if not promise > 0:
             return False
         now, before = self._compared(before_way(update), ranks)
-        if not before.isfinite():
+        if not math.isfinite(before):
             return False  # the data are to blame, not the steps
-        report.actual = float(now - before)
+        report.actual = now - before
         predicted = report.stride * report.predicted
         report.ratio = report.actual / -abs(predicted) if predicted else 0.0
         most = min(promise, report.stride * math.exp(report.hope))
-        if not report.actual < max(most, ROUNDING * abs(float(before))):
+        if not report.actual < max(most, ROUNDING * abs(before)):
             # The parabola through the slope and the damage has its minimum at this part of the step.
             # After two retreats in a row, which leave no trend, the damping has no upper bound.
             self.shorten(promise / (report.actual + 2 * promise), bounded=report.trend != 0.0)
@@ -413,25 +413,23 @@ class QuadraticModel:
         least = sum(weight * self.replay.least(batch) for weight, batch in self.replay.weighted())
         if not start or not math.isfinite(least):
             return math.nan
-        now, there = self._compared(start, ranks).tolist()
+        now, there = self._compared(start, ranks)
         least += self.penalty.value(start)  # which is not expected to fall
-        room = there - float(mean(torch.tensor(least, dtype=torch.float64), ranks))
+        room = there - means([least], ranks)[0]
         return (now - there) / room if room > 0 else math.nan
 
     def _compared(
         self, start: Direction, ranks: Any, share: Callable[[Batch], float] | None = None
-    ) -> Tensor:
+    ) -> Sequence[float]:
         """The loss now and with the parameters ``start``, weight decay included, averaged over ranks.
 
         By a ``share`` of each minibatch, which is the jury unless it is given.
         """
-        penalties, share = [self.penalty.now, self.penalty.value(start)], share or self._jury
-        pairs = [
-            torch.stack(self.replay.values(batch, start, share(batch))) * weight
-            for weight, batch in self.replay.weighted()
-        ]
-        losses = torch.stack(pairs).sum(0).cpu() + torch.tensor(penalties, dtype=torch.float64)
-        return mean(losses, ranks)
+        share, (weights, batches) = share or self._jury, zip(*self.replay.weighted())
+        pairs = [self.replay.values(batch, start, share(batch)) for batch in batches]
+        found = torch.stack([value for pair in pairs for value in pair]).tolist()
+        now, then = (sum(map(mul, weights, found[k::2])) for k in (0, 1))
+        return means([now + self.penalty.now, then + self.penalty.value(start)], ranks)
 
     def _trial(self, batch: Batch) -> float:
         """The share of a minibatch that tries steps: what the model is measured on, if it is chosen by what matters."""

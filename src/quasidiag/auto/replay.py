@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
-from quasidiag.auto.calls import Batch, Call, changed, versions
+from quasidiag.auto.calls import Batch, Call, Piece, changed, versions
 from quasidiag.auto.directions import Direction
 from quasidiag.auto.division import Division
 from quasidiag.auto.fingerprint import fingerprint
@@ -112,8 +112,10 @@ class Replay:
                     self._calls.leave(x.grad_fn, self._last)
 
     def _judged(self, criterion: OutputModel, args: Any, kwargs: Any, loss: Tensor) -> None:
+        if not (loss.requires_grad and self.model.training):
+            return  # a loss that is evaluated, or computed anew
         calls: list[Call] = [loan.lent for loan in self._calls]
-        if not (self.model.training and loss.requires_grad and calls):
+        if not calls:
             return
         judged, target = criterion.read(args, kwargs)
         output, target = judged.detach(), target.detach()
@@ -224,9 +226,12 @@ class Replay:
         part = self.part(batch, share)
         if part is None:
             return self.division.terms(batch)
-        # Only the number of rows and the targets matter here, so any rows of the output do, without a copy.
-        output = batch.output[: len(batch.output) // part.samples * part.kept]
-        return int(self.criterion.terms(output, part.rows(batch.target)))
+        if part not in batch.counts:
+            # Only the number of rows and the targets matter here, so any rows of the output do, without a copy.
+            output = batch.output[: len(batch.output) // part.samples * part.kept]
+            terms = self.criterion.terms(output, part.rows(batch.target))
+            batch.counts[part] = int(terms)
+        return batch.counts[part]
 
     def values(self, batch: Batch, start: Direction, share: float = 1.0) -> tuple[Tensor, Tensor]:
         """The loss of a share of a minibatch as it was, and with the parameters ``start`` in the place of the model's.
@@ -277,15 +282,31 @@ class Replay:
         def loss(y: Tensor, t: Tensor) -> Tensor:
             return self.criterion(y.double(), t.double() if t.is_floating_point() else t)
 
-        target = batch.targets(part)
-        pieces = [(1.0, output, target)] if part is None else part.split(output, target)
-        pieces = [(w, *some) for w, y, t in pieces for some in _in_pieces(y, t)]
         with torch.no_grad(), standing_in(self.criterion, own, doubled):
+            pieces = self._pieces(batch, part, output)
             if len(pieces) == 1:
-                return loss(output, target)
-            terms = [w * float(self.criterion.terms(y, t)) for w, y, t in pieces]
-            found = [loss(y, t) * n for n, (_, y, t) in zip(terms, pieces) if n]
-            return torch.stack(found).sum() / sum(terms) if found else loss(output, target)
+                return loss(output, pieces[0].target)
+            rows = output if part is None else part.sorted(output)
+            each = zip(rows.split([piece.rows for piece in pieces]), pieces)
+            found = [loss(y, piece.target) * piece.terms for y, piece in each if piece.terms]
+            if not found:
+                return loss(output, batch.targets(part))
+            return torch.stack(found).sum() / sum(piece.terms for piece in pieces)
+
+    def _pieces(self, batch: Batch, part: Part | None, output: Tensor) -> list[Piece]:
+        """The pieces that the loss of a part is computed in, the same for every ``output``."""
+        if part not in batch.pieces:
+            target = batch.targets(part)
+            both = [(1.0, output, target)]
+            if part is not None:
+                split = zip(part.split(output), part.split(target))
+                both = [(each, y, t) for (each, y), (_, t) in split]
+            pieces = [(each, y, t) for each, ys, ts in both for y, t in _in_pieces(ys, ts)]
+            batch.pieces[part] = [
+                Piece(len(y), t, each * float(self.criterion.terms(y, t)) if pieces[1:] else 1.0)
+                for each, y, t in pieces
+            ]
+        return batch.pieces[part]
 
     def loss(self) -> float:
         """The loss of this step: the sum over its minibatches, each with its weight."""
