@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
+from functools import cached_property
 from typing import NamedTuple
 
 import numpy as np
@@ -41,10 +42,7 @@ class Part:
         self.samples, self.strata = samples, strata
         order = picked.argsort()  # a model may rely on the order, as of sorted sequences
         self.picked = torch.from_numpy(picked[order]).to(device)
-        each = np.repeat([s.each for s in strata], [s.kept for s in strata])[order]
-        precise = device.type != "mps"
-        self._each = torch.from_numpy(each if precise else each.astype(np.float32)).to(device)
-        self._places = torch.from_numpy(order.argsort()).to(device)
+        self._order = order
 
     @classmethod
     def even(cls, samples: int, kept: int, device: torch.device) -> Part:
@@ -98,6 +96,20 @@ class Part:
         of_each = x.unflatten(0, (self.kept, -1))
         return of_each.index_select(0, self._places.to(x.device)).flatten(0, 1)
 
+    @cached_property
+    def _each(self) -> Tensor:
+        """How many samples each sample stands for."""
+        each = np.repeat([s.each for s in self.strata], [s.kept for s in self.strata])[self._order]
+        device = self.picked.device
+        return torch.from_numpy(each.astype(np.float32) if device.type == "mps" else each).to(
+            device
+        )
+
+    @cached_property
+    def _places(self) -> Tensor:
+        """Where the samples are, stratum by stratum."""
+        return torch.from_numpy(self._order.argsort()).to(self.picked.device)
+
     def split(self, x: Tensor) -> Iterator[tuple[float, Tensor]]:
         """The part's rows of an output or a target, stratum by stratum, with what a sample of each stands for."""
         rows = len(x) // self.kept
@@ -111,7 +123,8 @@ class Strata:
     def __init__(self, derivatives: Tensor) -> None:
         dtype = torch.promote_types(derivatives.dtype, torch.float32)
         lengths = torch.linalg.vector_norm(derivatives.detach(), dim=1, dtype=dtype)
-        sizes = np.nan_to_num(lengths.cpu().numpy(), nan=0.0, posinf=0.0)
+        sizes = lengths.cpu().numpy()
+        sizes = np.where(np.isfinite(sizes), sizes, np.zeros_like(sizes))
         self._device, self._order = derivatives.device, (-sizes).argsort(kind="stable")
         sizes = sizes[self._order]
         sizes = sizes / max(sizes[0], np.finfo(sizes.dtype).tiny)  # squares might underflow

@@ -373,7 +373,7 @@ def _measure(
     before, whole = replace(report), factor
     shortened: dict[Tensor, float] = {}
     for left in reversed(range(ROUNDS)):
-        vars(report).update(vars(before))
+        report.restore(before)
         each = lengths(optimizer, [*named.values()])
         along = proposal.slopes if left == ROUNDS - 1 else {}
         best = model.coefficients(gradient, named, along, each.sum(0), whole, largest, steep, ranks)

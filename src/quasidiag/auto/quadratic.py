@@ -110,16 +110,14 @@ class QuadraticModel:
         """
         names, directions, k = [*named], [*named.values()], len(named)
         forms, own = self._fisher(directions)
-        decay = torch.zeros_like(forms)
+        decay = np.zeros_like(forms)
         if self.penalty.decays:
-            decay, own = self.penalty.forms(directions), own + self.penalty.slopes(directions)
+            decay = self.penalty.forms(directions).numpy()
+            own = own + self.penalty.slopes(directions).numpy()
         # g and M are the same on all ranks up to rounding, but all ranks must decide alike: so they are averaged as well.
-        first = torch.tensor(
-            [*_slopes(gradient, named, along), self.replay.above_least(), self.penalty.now],
-            dtype=torch.float64,
-        )
-        squares = (x.flatten() for x in (forms, decay, products))
-        numbers = mean(torch.cat([first, own, *squares]), ranks).numpy()
+        first = [*_slopes(gradient, named, along), self.replay.above_least(), self.penalty.now]
+        squares = (x.ravel() for x in (forms, decay, products.numpy()))
+        numbers = mean(torch.from_numpy(np.concatenate([first, own, *squares])), ranks).numpy()
         linear, (room, size), slopes = numbers[:k], numbers[k : k + 2], numbers[k + 2 : 2 * k + 2]
         fisher, decaying, metric = numbers[2 * k + 2 :].reshape(3, k, k)
         if not (np.isfinite(linear).all() and np.isfinite(metric).all()):
@@ -279,10 +277,10 @@ class QuadraticModel:
             for name, slope in zip(named, slopes)
         ]
 
-    def _fisher(self, directions: Sequence[Direction]) -> tuple[Tensor, Tensor]:
+    def _fisher(self, directions: Sequence[Direction]) -> tuple[Array, Array]:
         r"""The products :math:`u^⊤ F v` of all pairs of directions, and the criterion's slope along each."""
         k = len(directions)
-        forms, slopes = torch.zeros(k, k, dtype=torch.float64), torch.zeros(k, dtype=torch.float64)
+        forms, slopes = np.zeros((k, k)), np.zeros(k)
         for weight, batch in self.replay.weighted():
             form, slope = self._form(batch, directions)
             forms, slopes = forms + weight * form, slopes + weight * slope
@@ -313,7 +311,7 @@ class QuadraticModel:
             averaged[i, j] = averaged[j, i] = form * scale[i, j]
         return averaged
 
-    def _form(self, batch: Batch, directions: Sequence[Direction]) -> tuple[Tensor, Tensor]:
+    def _form(self, batch: Batch, directions: Sequence[Direction]) -> tuple[Array, Array]:
         r""":math:`‹Ju, F_\text{out} Jv›` and :math:`‹Ju, ∂ℓ/∂\text{out}›` on a share of a minibatch.
 
         The latter, the criterion's slopes, are nan where the share's outputs are not those of the training pass (other
@@ -336,14 +334,15 @@ class QuadraticModel:
             root = part.weights(output).sqrt()
             moved, residual = [u * root for u in moved], residual * root
             terms = self.replay.terms(batch)
-        rows = [torch.stack([criterion.inner(output, u, v) for v in moved]) for u in moved]
-        slopes = torch.stack([(residual * u).sum() for u in moved])
-        same = alike.to(slopes.dtype).expand_as(slopes)
-        found = torch.stack([*rows, slopes, same]).double().cpu()  # one copy from the device
-        *forms, slopes = found[:-1] / max(1, int(terms))
-        if not found[-1].any():
-            division.apart, slopes = False, torch.full_like(slopes, math.nan)
-        return torch.stack(forms), slopes
+        products = [criterion.inner(output, u, v) for u in moved for v in moved]
+        along = [(residual * u).sum() for u in moved]
+        found = torch.stack([*products, *along, alike.to(along[0].dtype)])
+        *numbers, same = found.tolist()  # one copy from the device
+        each, k = np.array(numbers) / max(1, int(terms)), len(moved)
+        forms, slopes = each[: k * k].reshape(k, k), each[k * k :]
+        if not same:
+            division.apart, slopes = False, np.full_like(slopes, math.nan)
+        return forms, slopes
 
     def _measured(self, batch: Batch) -> float:
         """The share of a minibatch that the model is measured on."""

@@ -24,6 +24,8 @@ RECENT, SURPRISE = 0.1, 2.0
 #: If more than ``OTHER`` of what steps promise is another loss's than the criterion's, the slope along the last steps is
 #: looked at in each step: the judge does not see that loss. ``MIXED`` is the weight of a new measurement in that average.
 OTHER, MIXED = 0.2, 0.2
+#: What is found out about the samples of a model, once.
+FOUND = "looked", "divisible", "apart"
 
 
 @dataclass
@@ -157,6 +159,10 @@ class Report:
         if not all(map(math.isfinite, report.forms.values())):
             report.forms = {}
         return report
+
+    def restore(self, before: Report) -> None:
+        """Go back to ``before``, but for what was found out about the model's samples, which takes several passes."""
+        vars(self).update({key: x for key, x in vars(before).items() if key not in FOUND})
 
     def __setstate__(self, kept: dict[str, Any]) -> None:
         """A pickled report may be of another version too."""
