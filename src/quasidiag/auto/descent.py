@@ -431,8 +431,8 @@ def _excess(
     if not optimizer.auto.footing and usual > 0:
         optimizer.auto.footing = usual
     usual = max(usual, optimizer.auto.footing)
-    moved = each[: len(blocks)].diagonal(dim1=1, dim2=2).clamp_min(0.0).sqrt()
-    steps = (moved @ torch.tensor(best, dtype=torch.float64).abs()).tolist()
+    moved = each[: len(blocks)].diagonal(dim1=1, dim2=2).tolist()
+    steps = [sum(math.sqrt(max(x, 0.0)) * abs(by) for x, by in zip(of, best)) for of in moved]
     units = [max(1, block.units) for block in blocks]
     if normed:
         floor = LEAST**2 * usual
