@@ -26,6 +26,10 @@ from quasidiag.strata import Part
 
 Moved = tuple[Tensor, Tensor, list[Tensor]]
 
+#: How derivatives are taken, the first that works: in forward mode, with torch's decompositions of a few operations that have
+#: none (``logsigmoid``; ``make_dual`` compiles them at first use, which takes as long as a hundred steps of a small network),
+#: with plain kernels as well, by differences.
+WAYS = "fast", "decomposed", "plain", "differences"
 #: What a model may raise, besides a ``RuntimeError``, if an input does not fit.
 UNFIT = ValueError, IndexError, TypeError
 
@@ -35,13 +39,12 @@ class Rerun:
 
     def __init__(self, model: nn.Module) -> None:
         self.model = model
-        #: How derivatives are taken, the first that works: ``fast`` or ``plain`` (kernels) in forward mode, ``differences``.
-        self.mode = "fast"
+        #: One of ``WAYS``.
+        self.mode = WAYS[0]
 
     def slower(self) -> bool:
         """Take derivatives in the next way from now on; false if there is none."""
-        ways = ["fast", "plain", "differences"]
-        later = ways[ways.index(self.mode) + 1 :]
+        later = WAYS[WAYS.index(self.mode) + 1 :]
         self.mode = later[0] if later else self.mode
         return bool(later)
 
@@ -92,9 +95,10 @@ class Rerun:
         with ExitStack() as stack:
             if self.mode == "plain":
                 stack.enter_context(plain_kernels())
-            stack.enter_context(forward_ad.dual_level())
+            level = stack.enter_context(forward_ad.dual_level())
+            make = torch._VF._make_dual if self.mode == "fast" else forward_ad.make_dual
             duals = {
-                p: forward_ad.make_dual(p.detach(), cast(u, p.dtype)) for p, u in direction.items()
+                p: make(p.detach(), cast(u, p.dtype), level=level) for p, u in direction.items()
             }
             output, tangent = forward_ad.unpack_dual(self.run(batch, duals, part))
         return output, torch.zeros_like(output) if tangent is None else tangent
