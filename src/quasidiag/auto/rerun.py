@@ -26,9 +26,9 @@ from quasidiag.strata import Part
 
 Moved = tuple[Tensor, Tensor, list[Tensor]]
 
-#: How derivatives are taken, the first that works: in forward mode, with torch's decompositions of a few operations that have
-#: none (``logsigmoid``; ``make_dual`` compiles them at first use, which takes as long as a hundred steps of a small network),
-#: with plain kernels as well, by differences.
+#: How derivatives are taken, the first that works: in forward mode, with torch's decompositions of a few operations that
+#: have none (a softmax's backward, in a model that takes a gradient itself; ``make_dual`` compiles them at first use, which
+#: takes as long as a hundred steps of a small network), with plain kernels as well, by differences.
 WAYS = "fast", "decomposed", "plain", "differences"
 #: What a model may raise, besides a ``RuntimeError``, if an input does not fit.
 UNFIT = ValueError, IndexError, TypeError
