@@ -178,7 +178,8 @@ class Loans:
         self._numbers = count()
 
     def __iter__(self) -> Iterator[Loan]:
-        return iter([*self._loans.values()])
+        kept = [reference() for reference in self._loans.valuerefs()]
+        return iter([loan for loan in kept if loan is not None])
 
     def lend(self, thing: Any) -> Loan:
         """A loan of ``thing``, known here as long as it is kept by a hook in the graph or by a node (:meth:`leave`)."""
@@ -197,7 +198,8 @@ class Loans:
     def call_back(self) -> None:
         for loan in self:
             loan.lent = None
-        self._loans.clear()
+        if self._loans:
+            self._loans.clear()
 
 
 def _of(node: Node) -> dict[Any, list[Any]]:
@@ -372,14 +374,14 @@ class Probe:
         self._handles.clear()
 
 
-def tensors(tree: Any, inside: tuple[int, ...] = ()) -> Iterator[Tensor]:
+def tensors(tree: Any, inside: tuple[int, ...] = ()) -> list[Tensor]:
     """The tensors in nested tuples, lists, dictionaries and dataclasses, in order; skips containers it is ``inside`` of."""
     if isinstance(tree, Tensor):
-        yield tree
-    elif id(tree) not in inside:
-        inside = *inside, id(tree)
-        for branch in branches(tree):
-            yield from tensors(branch, inside)
+        return [tree]
+    if id(tree) in inside:
+        return []
+    inside = *inside, id(tree)
+    return [x for branch in branches(tree) for x in tensors(branch, inside)]
 
 
 def branches(tree: Any) -> Iterable[Any]:
@@ -402,14 +404,15 @@ def reaches(output: Tensor, parameters: Iterable[Tensor]) -> bool:
 
     Assumed where the graph shows no parameter (in a reentrant checkpoint, or with ``fully_shard``) and some are trained.
     """
-    training = [p for p in parameters if p.requires_grad]
-    plain, passed = {id(p) for p in training if not is_sharded(p)}, False
+    own = {id(p): p for p in parameters}
+    passed = False
     for node in below(output):
-        if id(leaf(node)) in plain:
+        p = own.get(id(leaf(node)))
+        if p is not None and p.requires_grad and not is_sharded(p):
             if _runs(node):
                 return True
             passed = True
-    return bool(training) and not passed
+    return not passed and any(p.requires_grad for p in own.values())
 
 
 def leaf(node: Node) -> Tensor | None:

@@ -65,7 +65,7 @@ def test_the_compiled_path_trains_as_the_eager_one(
     monkeypatch.setattr(native, "LEAST", 2**60)
     calls.clear()
     eager = trained(kind, options)
-    assert not calls
+    assert {*calls} == {"qd_finite"}
     for a, b in zip(fast, eager, strict=True):
         torch.testing.assert_close(a, b, rtol=2e-4, atol=2e-4 * float(b.abs().max()))
 

@@ -108,7 +108,7 @@ def changed(
     if isinstance(tree, Tensor):
         return change(tree)
     if type(tree) in (tuple, list):
-        return type(tree)(changed(branch, change, copies) for branch in tree)
+        return type(tree)([changed(branch, change, copies) for branch in tree])
     if (
         isinstance(tree, tuple)
         and hasattr(tree, "_fields")

@@ -61,11 +61,11 @@ class Penalty:
 
 def penalty(optimizer: Riemannian) -> Penalty:
     """The weight decay of the current param groups, also set in the blocks; a criterion's own parameters do not decay."""
-    own = {*optimizer.criterion.parameters()} if optimizer.criterion is not None else set()
+    some = [group for group in optimizer.param_groups if group["weight_decay"]]
+    own = {*optimizer.criterion.parameters()} if some and optimizer.criterion is not None else set()
     decays = {
         p: float(group["weight_decay"])
-        for group in optimizer.param_groups
-        if group["weight_decay"]
+        for group in some
         for p in group["params"]
         if p.requires_grad and p not in own
     }

@@ -101,13 +101,14 @@ class Replay:
     def _left(self, model: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
         around, self._around = self._around, None
         if around is not None:
-            outputs = [x.detach() for x in tensors(output)]
+            found = tensors(output)
+            outputs = [x.detach() for x in found]
             surroundings, entered = around
             self._foreign = surroundings.drew() or self._foreign
             given = changed((args, kwargs), Tensor.detach)
             call = Call(given, surroundings, outputs, versions(outputs), entered)
             self._last = self._calls.lend(call)
-            for x in tensors(output):
+            for x in found:
                 if x.grad_fn is not None:
                     self._calls.leave(x.grad_fn, self._last)
 
@@ -151,7 +152,7 @@ class Replay:
         now = torch._C._current_graph_task_id()
         if now != self._pass:
             self._pass = now
-            if all(p.grad is None for p in self.parameters):
+            if all([p.grad is None for p in self.parameters]):
                 self.restart()
             _at_the_end(lambda: _at_the_end(self._saw))
 
@@ -223,7 +224,7 @@ class Replay:
 
     def terms(self, batch: Batch, share: float = 1.0) -> int:
         """How many terms the loss of a share of a minibatch is the mean of."""
-        part = self.part(batch, share)
+        part = self.part(batch, share) if share < 1 else None
         if part is None:
             return self.division.terms(batch)
         if part not in batch.counts:
@@ -339,7 +340,7 @@ class Replay:
     def void(self) -> bool:
         """Whether there are losses, none of which has a term: they are nan then, and terms are only counted then."""
         losses = [batch.loss for batch in self._used]
-        return bool(losses) and all(bool(x.isnan()) for x in losses) and not self.size()
+        return bool(losses) and all(math.isnan(x) for x in losses) and not self.size()
 
     def size(self) -> int:
         """The number of terms in the losses of this step; of several losses on one call, the one with the most counts."""

@@ -186,11 +186,10 @@ def settle_(optimizer: Riemannian) -> None:
 
 def _of(optimizer: Riemannian, ahead: bool) -> dict[Tensor, dict[str, Any]]:
     """The averaged parameters that are ``ahead`` or not, with their state; not those frozen or gone to another device."""
-    every = ((p, optimizer.state.get(p, {})) for p in optimizer._group if p.requires_grad)
     return {
         p: state
-        for p, state in every
-        if state.get("ahead") is ahead and state["apart"].device == p.device
+        for p, state in optimizer.state.items()
+        if state.get("ahead") is ahead and p.requires_grad and state["apart"].device == p.device
     }
 
 

@@ -402,7 +402,7 @@ def finite(numbers: Sequence[Any]) -> bool | None:
     scales = [x.scale if isinstance(x, Squares) else 0.0 for x in numbers]
     tensors = [x.delta if isinstance(x, Squares) else x for x in numbers]
     sizes = [t.numel() for t in tensors if isinstance(t, Tensor)]
-    if not usable(sum(sizes), *tensors):
+    if not dense(*tensors):
         return None
     arrays = _pointers(tensors), _numbers(scales)
     return bool(_call("qd_finite", len(sizes), _sizes(sizes), *arrays))
