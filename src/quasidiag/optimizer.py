@@ -473,20 +473,21 @@ class Riemannian(Saved):
 
     def _gradient(self, parameter: Tensor) -> Tensor:
         """The gradient of the mean loss, with that of a penalty, in the metric's precision; negated to maximize."""
-        dtype = torch.promote_types(parameter.dtype, torch.float32)
-        if parameter.grad is None:
+        dtype, given = torch.promote_types(parameter.dtype, torch.float32), parameter.grad
+        if given is None:
             return torch.zeros_like(parameter, dtype=dtype)
-        gradient = cast(parameter.grad, dtype)
+        gradient = cast(given, dtype)
         if self.criterion is None and self.loss_reduction == "sum":
             gradient = gradient / self._collector.total
-        if self._model is not None and parameter in self._model.penalty.decays:
-            gradient = gradient.add(parameter, alpha=self._model.penalty.decays[parameter])
-        return -gradient if self._group[parameter]["maximize"] else gradient
+        if self._model is None:
+            return -gradient if self._group[parameter]["maximize"] else gradient
+        decay = self._model.penalty.decay(parameter)
+        return gradient.add(parameter, alpha=decay) if decay else gradient
 
     def _forget(self) -> None:
         """Drop all references to the batch, and count the step."""
-        late = (b for b in self._blocks if b in self._late or b.home.grad is not None)
-        self._late = {block for block in late if not self._started(block)}
+        waiting = [block for block in self._blocks if not self._started(block)]
+        self._late = {b for b in waiting if b in self._late or b.home.grad is not None}
         self._sums.clear()
         self._collector.clear()
         if self._model is not None:

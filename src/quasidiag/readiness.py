@@ -43,8 +43,9 @@ def ready(optimizer: Riemannian) -> bool:
         for group in optimizer.param_groups:
             validate.auto_group(group)
     for block in optimizer._blocks:
-        if optimizer._started(block):
-            validate.one_device(block, optimizer.state[block.home])
+        kept = optimizer.state.get(block.home, {})
+        if "updates" in kept:
+            validate.one_device(block, kept)
     seen = {optimizer._owner[record.module] for record in collector.records} | set(optimizer._sums)
     bad: Any = None if optimizer.capturable else not_finite(optimizer, gradients)
     if exchange is not None:

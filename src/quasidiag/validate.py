@@ -173,15 +173,18 @@ def auto(model: nn.Module, criterion: object, capturable: bool, params: Any = No
         )
 
 
+#: Options of param groups that ``step="auto"`` does not have, with what to do instead.
+NONE_OF_ITS_OWN = {
+    "momentum": "leave it out (a scheduler that cycles momentum takes cycle_momentum=False)",
+    "maximize": "leave it out",
+}
+
+
 def auto_group(group: dict[str, Any]) -> None:
     """Raise if a param group has an option that ``step="auto"`` does not have."""
-    instead = {
-        "momentum": "leave it out (a scheduler that cycles momentum takes cycle_momentum=False)",
-        "maximize": "leave it out",
-    }
     for name in ("lr", "weight_decay"):
         number(name, group[name])
-    for name, advice in instead.items():
+    for name, advice in NONE_OF_ITS_OWN.items():
         if group[name]:
             raise ValueError(
                 f"step='auto' averages gradients, takes its length from the quadratic model of the loss, and has no {name} "
@@ -216,16 +219,16 @@ def trainable(parameters: Iterable[Tensor], name: Any) -> None:
 def one_device(block: Any, state: Mapping[str, Any] = MappingProxyType({})) -> None:
     """Raise unless the parameters of a block and its metric are on one device."""
     device = block.home.device
-    if any(p.device != device for p in block.parameters[:-1]):
+    if any([p.device != device for p in block.parameters[:-1]]):
         names = ", ".join(sorted({str(p.device) for p in block.parameters}))
         raise ValueError(
             f"the weight and the bias of {block.name} are on different devices ({names}): a "
             "unit's block must be on one"
         )
-    kept = next((state[key] for key in ("mii", "m00", "block") if key in state), None)
-    if kept is not None and kept.device != device:
+    kept = [state[key] for key in ("mii", "m00", "block") if key in state]
+    if kept and kept[0].device != device:
         raise ValueError(
-            f"{block.name} is on {device} and its metric on {kept.device}: move the model before "
+            f"{block.name} is on {device} and its metric on {kept[0].device}: move the model before "
             "making the optimizer, or make a new one and give it this one's state_dict()"
         )
 

@@ -96,8 +96,8 @@ def _alike(optimizer: Riemannian, report: Report) -> bool:
     close = len(parts) == len(report.parts) and all(map(math.isclose, parts, report.parts))
     # What is in no layer has no update if its direction was not followed.
     still = {*optimizer._others} if report.coefficients.get("other") == 0 else set()
-    moving = (p for p in optimizer._group if p not in still)
-    return close and all(("update" in state[p]) == (p.grad is not None) for p in moving)
+    moving = [p for p in optimizer._group if p not in still] if still else [*optimizer._group]
+    return close and all([("update" in state[p]) == (p.grad is not None) for p in moving])
 
 
 def _same_penalty(optimizer: Riemannian, report: Report) -> bool:

@@ -28,6 +28,10 @@ class Penalty:
     def __init__(self, decays: dict[Tensor, float]) -> None:
         self.decays = decays
 
+    def decay(self, parameter: Tensor) -> float:
+        """The :math:`λ` of a parameter; where nothing decays it is not looked up, which takes longer."""
+        return self.decays.get(parameter, 0.0) if self.decays else 0.0
+
     @cached_property
     def now(self) -> float:
         """Its value at the current parameters, which is computed once."""

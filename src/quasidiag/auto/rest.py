@@ -51,6 +51,8 @@ def aparts(
 ) -> list[Tensor | None]:
     """The offset :math:`e` of each parameter from rest; ``None`` if it is not averaged, or does not move."""
     still = _still(optimizer)
+    if not still:
+        return [s.get("apart") for s in states]
     return [None if p in still else s.get("apart") for p, s in zip(parameters, states)]
 
 
@@ -101,53 +103,48 @@ def lead_(optimizer: Riemannian) -> None:
     may be waiting for the same backward pass.
     """
     found = _of(optimizer, ahead=False)
-    if not found:
-        return
-    same = _led_(found)
-    for p, state in found.items():
-        state["ahead"] = True
-        if not same[p]:  # the user has put it there, and a retreat leads back no further
-            state.pop("mark", None)
-            if "update" in state:
-                state["update"].zero_()
-        if not optimizer.averaged:  # the state is from an optimizer that averages
-            forget_(state)
+    for quick in (True, False):
+        some = [(p, s) for p, s in found if isinstance(s["norm"], float) is quick]
+        for state, same in zip([s for _, s in some], _led_(some, quick)):
+            state["ahead"] = True
+            if not same:  # the user has put it there, and a retreat leads back no further
+                state.pop("mark", None)
+                if "update" in state:
+                    state["update"].zero_()
+            if not optimizer.averaged:  # the state is from an optimizer that averages
+                forget_(state)
 
 
-def _led_(found: dict[Tensor, dict[str, Any]]) -> dict[Tensor, bool]:
+def _led_(found: Sequence[tuple[Tensor, dict[str, Any]]], quick: bool) -> Sequence[bool]:
     """Move parameters by :math:`e`, and return which of them are as they were left; the others get :math:`e = 0`.
 
-    Norms that are floats were found by a kernel. If torch compares them, which sums in another order, they may differ by
-    rounding.
+    Norms that are floats (``quick``) were found by a kernel. If torch compares them, which sums in another order, they may
+    differ by rounding.
     """
-    allowed = {p: ROUNDING if s.pop("loaded", False) else 0.0 for p, s in found.items()}
-    quick = {p: s for p, s in found.items() if isinstance(s["norm"], float)}
-    aparts, norms = ([s[key] for s in quick.values()] for key in ("apart", "norm"))
-    done = kernels.lead_([*quick], aparts, norms, [allowed[p] for p in quick]) if quick else []
-    if done is None:
-        quick, done = {}, []
-    same = dict(zip(quick, done))
-    left = {p: s for p, s in found.items() if p not in quick}
-    if left:
-        data = [p.data for p in left]
-        parts = [ROUNDING if isinstance(s["norm"], float) else allowed[p] for p, s in left.items()]
-        same |= zip(left, _as_left(data, [s["norm"] for s in left.values()], parts))
-        for p, state in left.items():
-            if not same[p]:
-                state["apart"].zero_()
-        torch._foreach_add_(data, [s["apart"] for s in left.values()])
+    if not found:
+        return []
+    allowed = [ROUNDING if s.pop("loaded", False) else 0.0 for _, s in found]
+    aparts, norms = [s["apart"] for _, s in found], [s["norm"] for _, s in found]
+    same = kernels.lead_([p for p, _ in found], aparts, norms, allowed) if quick else None
+    if same is None:
+        data = [p.data for p, _ in found]
+        same = _as_left(data, norms, [ROUNDING] * len(found) if quick else allowed)
+        for e, left in zip(aparts, same):
+            if not left:
+                e.zero_()
+        torch._foreach_add_(data, aparts)
     return same
 
 
 def places(optimizer: Riemannian) -> dict[Tensor, Tensor]:
     """The averaged values :math:`x = z - e` of the parameters that are ahead, at :math:`z`."""
-    apart = {p: state["apart"] for p, state in _of(optimizer, ahead=True).items()}
+    apart = {p: state["apart"] for p, state in _of(optimizer, ahead=True)}
     return before_way(apart) if apart else {}
 
 
 def mark_(optimizer: Riemannian) -> None:
     """Keep a copy of the offsets :math:`e`, because the steps that follow may be undone."""
-    states = [*_of(optimizer, ahead=True).values()]
+    states = [state for _, state in _of(optimizer, ahead=True)]
     for state in states:
         if "mark" not in state:
             state["mark"] = torch.empty_like(state["apart"])
@@ -174,23 +171,23 @@ def settle_(optimizer: Riemannian) -> None:
     found = _of(optimizer, ahead=True)
     if not found:
         return
-    aparts = [state["apart"] for state in found.values()]
-    norms: Sequence[Any] | None = kernels.settle_([*found], aparts)
+    aparts = [state["apart"] for _, state in found]
+    norms: Sequence[Any] | None = kernels.settle_([p for p, _ in found], aparts)
     if norms is None:
-        data = [p.data for p in found]
+        data = [p.data for p, _ in found]
         torch._foreach_sub_(data, aparts)
         norms = kernels.norms(data)
-    for state, norm in zip(found.values(), norms):
+    for (_, state), norm in zip(found, norms):
         state["ahead"], state["norm"] = False, norm
 
 
-def _of(optimizer: Riemannian, ahead: bool) -> dict[Tensor, dict[str, Any]]:
+def _of(optimizer: Riemannian, ahead: bool) -> list[tuple[Tensor, dict[str, Any]]]:
     """The averaged parameters that are ``ahead`` or not, with their state; not those frozen or gone to another device."""
-    return {
-        p: state
+    return [
+        (p, state)
         for p, state in optimizer.state.items()
         if state.get("ahead") is ahead and p.requires_grad and state["apart"].device == p.device
-    }
+    ]
 
 
 def _as_left(data: Sequence[Tensor], norms: Sequence[Any], allowed: Sequence[float]) -> list[bool]:
