@@ -473,16 +473,15 @@ class Riemannian(Saved):
 
     def _gradient(self, parameter: Tensor) -> Tensor:
         """The gradient of the mean loss, with that of a penalty, in the metric's precision; negated to maximize."""
-        dtype, given = torch.promote_types(parameter.dtype, torch.float32), parameter.grad
-        if given is None:
+        dtype = torch.promote_types(parameter.dtype, torch.float32)
+        if parameter.grad is None:
             return torch.zeros_like(parameter, dtype=dtype)
-        gradient = cast(given, dtype)
+        gradient = cast(parameter.grad, dtype)
         if self.criterion is None and self.loss_reduction == "sum":
             gradient = gradient / self._collector.total
         if self._model is None:
             return -gradient if self._group[parameter]["maximize"] else gradient
-        decay = self._model.penalty.decay(parameter)
-        return gradient.add(parameter, alpha=decay) if decay else gradient
+        return self._model.penalty.gradient(parameter, gradient)
 
     def _forget(self) -> None:
         """Drop all references to the batch, and count the step."""

@@ -287,13 +287,14 @@ class Probe:
         """Before a composite layer runs: remember the random state and autocast that its forward pass depends on."""
         adapter = self._adapters.get(module)
         if self.active and isinstance(adapter, Composite):
-            self._around[module] = Surroundings(module, adapter.random(module))
+            device = next(module.parameters()).device
+            self._around[module] = Surroundings(device, adapter.random(module))
 
     def _seen(
         self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any
     ) -> None:
-        adapter = self._adapters.get(module)
-        if adapter is None or not self.active:
+        adapter = self._adapters.get(module) if self.active else None
+        if adapter is None:
             return
         outputs: list[Tensor] = [output]
         if isinstance(adapter, Composite):

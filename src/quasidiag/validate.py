@@ -219,16 +219,16 @@ def trainable(parameters: Iterable[Tensor], name: Any) -> None:
 def one_device(block: Any, state: Mapping[str, Any] = MappingProxyType({})) -> None:
     """Raise unless the parameters of a block and its metric are on one device."""
     device = block.home.device
-    if any([p.device != device for p in block.parameters[:-1]]):
+    if [p for p in block.parameters if p.device != device]:
         names = ", ".join(sorted({str(p.device) for p in block.parameters}))
         raise ValueError(
             f"the weight and the bias of {block.name} are on different devices ({names}): a "
             "unit's block must be on one"
         )
-    kept = [state[key] for key in ("mii", "m00", "block") if key in state]
-    if kept and kept[0].device != device:
+    kept = state.get("mii", state.get("m00", state.get("block")))
+    if kept is not None and kept.device != device:
         raise ValueError(
-            f"{block.name} is on {device} and its metric on {kept[0].device}: move the model before "
+            f"{block.name} is on {device} and its metric on {kept.device}: move the model before "
             "making the optimizer, or make a new one and give it this one's state_dict()"
         )
 

@@ -97,7 +97,8 @@ def _alike(optimizer: Riemannian, report: Report) -> bool:
     # What is in no layer has no update if its direction was not followed.
     still = {*optimizer._others} if report.coefficients.get("other") == 0 else set()
     moving = [p for p in optimizer._group if p not in still] if still else [*optimizer._group]
-    return close and all([("update" in state[p]) == (p.grad is not None) for p in moving])
+    changed = [p for p in moving if ("update" in state[p]) is (p.grad is None)]
+    return close and not changed
 
 
 def _same_penalty(optimizer: Riemannian, report: Report) -> bool:

@@ -29,7 +29,7 @@ def move_(
     states = [optimizer.state[p] for p in parameters]
     aparts, keep = rest.aparts(optimizer, states, parameters), rest.keep(optimizer)
     ways = [state.get("update") for state in states]
-    settles = settles and all([s["ahead"] for s, e in zip(states, aparts) if e is not None])
+    settles = settles and not [s for s, e in zip(states, aparts) if not (e is None or s["ahead"])]
     moved = ws
     norms = kernels.move_(parameters, ws, by, aparts, keep, ways, settles)
     if norms is None:

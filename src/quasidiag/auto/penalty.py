@@ -28,9 +28,10 @@ class Penalty:
     def __init__(self, decays: dict[Tensor, float]) -> None:
         self.decays = decays
 
-    def decay(self, parameter: Tensor) -> float:
-        """The :math:`λ` of a parameter; where nothing decays it is not looked up, which takes longer."""
-        return self.decays.get(parameter, 0.0) if self.decays else 0.0
+    def gradient(self, p: Tensor, g: Tensor) -> Tensor:
+        """The gradient ``g`` of a parameter, that of its decay added. Where nothing decays it is not looked up."""
+        decay = self.decays.get(p) if self.decays else None
+        return g if decay is None else g.add(p, alpha=decay)
 
     @cached_property
     def now(self) -> float:

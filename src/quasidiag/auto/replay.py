@@ -96,7 +96,8 @@ class Replay:
         if model.training and torch.is_grad_enabled():
             foreign = self._foreign or self._passes % LOOK == 0
             self._passes += 1
-            self._around = Surroundings(model, True, foreign), versions((args, kwargs))
+            device = self.parameters[0].device
+            self._around = Surroundings(device, True, foreign), versions((args, kwargs))
 
     def _left(self, model: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
         around, self._around = self._around, None
@@ -152,7 +153,7 @@ class Replay:
         now = torch._C._current_graph_task_id()
         if now != self._pass:
             self._pass = now
-            if all([p.grad is None for p in self.parameters]):
+            if not [p for p in self.parameters if p.grad is not None]:
                 self.restart()
             _at_the_end(lambda: _at_the_end(self._saw))
 

@@ -66,7 +66,7 @@ class Stack:
 
     def _known(self, state: State) -> KeptRoot:
         """The root, computed anew only if the metric has changed."""
-        homes = [(*_home(state[block.home]), block.decays) for block in self.blocks]
+        homes = [_home(block, state[block.home]) for block in self.blocks]
         kept = self._root
         if kept is None or not kept.holds(homes):
             every = [(*block.kept(state), block._shift(state)) for block in self.blocks]
@@ -144,9 +144,9 @@ class Stacks:
             self._before, self._asked = self._asked, {}
 
 
-def _home(state: dict[str, Any]) -> tuple[int, int]:
-    """A key that changes when a layer's metric is updated or replaced."""
-    return state["updates"], id(state.get("mii", state.get("m00")))
+def _home(block: DiagonalBlock, kept: dict[str, Any]) -> tuple[int, int, tuple[float, ...]]:
+    """A key that changes when a layer's metric is updated or replaced, or its weight decay is."""
+    return kept["updates"], id(kept.get("mii", kept.get("m00"))), block.decays
 
 
 def _key(block: DiagonalBlock, state: State, foreach: bool | None) -> Hashable:

@@ -217,7 +217,7 @@ def move_(
     sizes, lists = [w.numel() for w in ws], map(_pointers, (thetas, ws, aparts, ways))
     if not _call("qd_move", len(sizes), _sizes(sizes), *lists, by, keep, norms):
         return None
-    return [*norms] if norms is not None else [math.nan] * len(ws)
+    return norms[:] if norms is not None else [math.nan] * len(ws)
 
 
 def settle_(thetas: Sequence[Tensor], aparts: Sequence[Tensor]) -> list[float] | None:
@@ -227,7 +227,7 @@ def settle_(thetas: Sequence[Tensor], aparts: Sequence[Tensor]) -> list[float] |
     norms, sizes = (ctypes.c_double * len(thetas))(), [e.numel() for e in aparts]
     lists = _pointers(thetas), None, _pointers(aparts), None
     done = _call("qd_move", len(sizes), _sizes(sizes), *lists, 0.0, 0.0, norms)
-    return [*norms] if done else None
+    return norms[:] if done else None
 
 
 def lead_(
@@ -243,7 +243,7 @@ def lead_(
     sizes, lists = [e.numel() for e in aparts], map(_pointers, (thetas, aparts))
     if not _call("qd_lead", len(sizes), _sizes(sizes), *lists, were, _numbers(allowed), found):
         return None
-    return [not math.isnan(norm) for norm in found]
+    return [norm == norm for norm in found[:]]  # not NaN
 
 
 def dots(xs: Sequence[Tensor], ys: Sequence[Tensor]) -> list[float] | None:
@@ -360,13 +360,13 @@ class Directions:
         self, wanted: Sequence[Wanted], whole: float, poles: Sequence[tuple[float, float]]
     ) -> None:
         self.wanted, self._every = wanted, (_Alike * len(wanted))(*map(_alike, wanted))
+        self._shapes = [v.shape for layers in wanted for v in layers.v]
         self._rational = whole, *map(_numbers, zip(*poles)), len(poles)
 
     def average(self, averagings: Sequence[Averaging], new: float) -> bool:
         """Have :meth:`find` take these gradients into the averages ``v`` first; ``False`` if it cannot."""
-        vs = [v for layers in self.wanted for v in layers.v]
         gradients = [g for averaging in averagings for g in averaging.gradients]
-        if not (dense(*gradients) and _fit(vs, gradients)):
+        if not (dense(*gradients) and [g.shape for g in gradients] == self._shapes):
             return False
         for to, layers, (given, factor, length) in zip(self._every, self.wanted, averagings):
             to.g0, to.gi = _pair(given)

@@ -156,8 +156,7 @@ class Surroundings:
     ``foreign`` includes the generators of Python and numpy, which only the user's code draws from.
     """
 
-    def __init__(self, module: nn.Module, random: bool, foreign: bool = False) -> None:
-        device = next(module.parameters()).device
+    def __init__(self, device: torch.device, random: bool, foreign: bool = False) -> None:
         self.kind = device.type
         self.devices = [device] if self.kind == "cuda" and random else []
         self.cpu = torch.get_rng_state() if random else None
