@@ -128,14 +128,16 @@ class Use:
 class Hook:
     """A hook that a copied or pickled model keeps as one that does nothing, so that the optimizer is not copied along."""
 
-    def __init__(self, method: Callable[..., None] | None) -> None:
-        self._method = None if method is None else weakref.WeakMethod(method)
+    def __init__(self, method: Any) -> None:
+        # What a WeakMethod is, but without a call of its own: a small network's step calls dozens of hooks.
+        self._owner = None if method is None else weakref.ref(method.__self__)
+        self._function: Any = None if method is None else method.__func__
 
     @hidden
     def __call__(self, *args: Any, **kwargs: Any) -> None:
-        method = None if self._method is None else self._method()
-        if method is not None:
-            method(*args, **kwargs)
+        owner = None if self._owner is None else self._owner()
+        if owner is not None:
+            self._function(owner, *args, **kwargs)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Hook:
         return Hook(None)
@@ -148,7 +150,7 @@ class Hook:
         """Remove from a module the hooks that do nothing, which copying has left there."""
         for hooks in (module._forward_hooks, module._forward_pre_hooks):
             for key, hook in list(hooks.items()):
-                if isinstance(hook, Hook) and (hook._method is None or hook._method() is None):
+                if isinstance(hook, Hook) and (hook._owner is None or hook._owner() is None):
                     del hooks[key]
 
 
