@@ -50,7 +50,7 @@ def _pytorch_optimizer(module: Any) -> dict[str, Make]:
     return {
         "SOAP every 10": torch_optimizer(module.SOAP, lr=1e-4, precondition_frequency=10),
         "Shampoo every 10": torch_optimizer(
-            module.Shampoo, lr=1e-4, preconditioning_compute_steps=10
+            module.ScalableShampoo, lr=1e-4, preconditioning_compute_steps=10
         ),
         "PSGD-Kron": torch_optimizer(module.Kron, lr=1e-4),
         "SophiaH every 10": lambda workload: _Sophia(
