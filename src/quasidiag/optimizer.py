@@ -16,7 +16,7 @@ from quasidiag.auto.quadratic import QuadraticModel
 from quasidiag.auto.replay import Replay
 from quasidiag.auto.report import Report
 from quasidiag.auto.stacks import Stacks
-from quasidiag.blocks import DiagonalBlock, Update
+from quasidiag.blocks import DiagonalBlock
 from quasidiag.collect import Collector, LossScale
 from quasidiag.defaults import DEFAULTS, everything
 from quasidiag.hidden import hidden
@@ -312,7 +312,7 @@ class Riemannian(Saved):
                 done = together.advance_(self, batches)
                 self._update_metric()
                 alone = (b for b in self._blocks if b not in (*batches, *done) and self._known(b))
-                done |= {block for block in alone if self._descend_(block)}
+                done |= {block for block in alone if together.descend_(self, block)}
                 together.apply_(self, self._directions(batches, done))
             if usable:
                 descent.project_(self)
@@ -448,9 +448,6 @@ class Riemannian(Saved):
             return gamma
         first = 1 if self.metric_start == "first" else int(self.metric_start)
         return max(gamma, 1 / (t + 1)) if t < first else gamma
-
-    def _descend_(self, block: DiagonalBlock, update: Update | None = None) -> bool:
-        return together.descend_(self, block, update)
 
     def _directions(
         self,

@@ -60,7 +60,7 @@ def advance_(optimizer: Riemannian, batches: Collection[DiagonalBlock]) -> set[D
     for block, record in zip(owners, collector.records):
         alone = block not in batches and owners.count(block) == 1 and optimizer._started(block)
         gamma = optimizer._gamma(block) if alone else 0.0
-        if alone and optimizer._descend_(block, Update(*record, 1 - gamma, gamma * factor)):
+        if alone and descend_(optimizer, block, Update(*record, 1 - gamma, gamma * factor)):
             done.add(block)
         else:
             left.append(record)
@@ -68,7 +68,7 @@ def advance_(optimizer: Riemannian, batches: Collection[DiagonalBlock]) -> set[D
     return done
 
 
-def descend_(optimizer: Riemannian, block: DiagonalBlock, update: Update | None) -> bool:
+def descend_(optimizer: Riemannian, block: DiagonalBlock, update: Update | None = None) -> bool:
     """Solve and step in one call, after an ``update`` of the metric if there is one; ``False`` where no kernel can."""
     group, total = optimizer._group[block.home], optimizer._collector.total
     gradients = [local(p.grad) for p in block.parameters if p.grad is not None]
