@@ -6,6 +6,7 @@
 #include "orthogonal.h"
 
 #ifdef AMX
+#include <errno.h>
 #include <signal.h>
 #include <string.h>
 #include <sys/syscall.h>
@@ -27,11 +28,12 @@ TILED static void configure(void) {
         uint8_t rows[16];
     } of = {.palette = 1};
     for (int i = 0; i < 8; i++) of.bytes[i] = 4 * LANES, of.rows[i] = LANES;
+    __asm__ volatile("" ::"r"(&of) : "memory"); /* GCC takes it that the next line reads eight bytes of them */
     _tile_loadconfig(&of);
 }
 
-/* c <- x y, of WIDTH x WIDTH numbers whose rows lie `cs` apart, where x is `depth` tiles of two blocks of rows, which lie `xs` apart, and y as many of
- * two blocks of columns. */
+/* c <- x y, of WIDTH x WIDTH numbers whose rows lie `cs` apart, where x is `depth` tiles of two blocks of rows, which lie
+ * `xs` apart, and y as many of two blocks of columns. */
 TILED static void multiply_tiles(int64_t depth, const float *x, int64_t xs, const float *y, float *c,
                                  int64_t cs) {
     enum { BYTES = 4 * LANES };
@@ -68,8 +70,12 @@ TILED static int multiplies(void) {
         multiply_tiles(1, x, TILE, x, c, WIDTH);
         _exit(c[0] != NUMBERS || c[WIDTH * WIDTH - 1] != NUMBERS);
     }
-    int status = 1;
-    return child > 0 && waitpid(child, &status, 0) == child && WIFEXITED(status) && WEXITSTATUS(status) == 0;
+    if (child < 0) return 0;
+    int status;
+    pid_t ended;
+    do ended = waitpid(child, &status, 0);
+    while (ended < 0 && errno == EINTR);
+    return ended == child && WIFEXITED(status) && WEXITSTATUS(status) == 0;
 }
 
 int tiled(void) {
