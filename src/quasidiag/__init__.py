@@ -1,4 +1,4 @@
-"""Natural-gradient training for PyTorch, at one and a half to three times the cost of SGD on a CPU."""
+"""Natural-gradient training for PyTorch, from 1.3 times the cost of SGD on a CPU."""
 
 from quasidiag import reference
 from quasidiag.adagrad import AdaGrad
