@@ -402,6 +402,22 @@ def test_declines_what_it_cannot_do() -> None:
     assert native.centre(big.expand(2, 200, 200), None) is None
 
 
+def test_an_assembler_older_than_the_compiler(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """One that does not know the instructions for tiles."""
+    old = "gcc -Wa,-march=+noamx_tile"
+    code = tmp_path / "empty.c"
+    code.touch()
+    known = subprocess.run([*old.split(), "-c", code, "-o", tmp_path / "o"], capture_output=True)
+    if known.returncode:
+        pytest.skip("an assembler that cannot leave instructions out")
+    monkeypatch.setenv("QUASIDIAG_CACHE", str(tmp_path))
+    monkeypatch.setenv("CC", old)
+    compiled = native.library.__wrapped__()
+    assert compiled is not None and not compiled.qd_multiplies(native.Factors.TILES)
+
+
 def test_without_a_home(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     def nowhere() -> Path:
         raise RuntimeError("Could not determine home directory.")

@@ -40,19 +40,20 @@ def built(compiler: str) -> Path:
     if not target.exists():
         with tempfile.TemporaryDirectory(dir=cache) as scratch:
             built, objects = Path(scratch) / name, [f"{path.stem}.o" for path in sources]
-            for command in (
-                ["-c", *flags, *map(str, sources)],
-                ["-shared", *objects, runtime, "-lm", "-o", name],
-            ):
-                subprocess.run(
-                    [*shlex.split(compiler), *command],
-                    check=True,
-                    capture_output=True,
-                    timeout=60,
-                    cwd=scratch,
-                )
+            compiling = [*shlex.split(compiler), "-c", *flags, *map(str, sources)]
+            try:
+                _run(compiling, scratch)
+            except (
+                subprocess.CalledProcessError
+            ):  # perhaps the assembler is older than the compiler
+                _run([*compiling, "-DNO_AMX"], scratch)
+            _run([*shlex.split(compiler), "-shared", *objects, runtime, "-lm", "-o", name], scratch)
             built.replace(target)  # atomic: another process sees all of it or nothing
     return target
+
+
+def _run(command: list[str], folder: str) -> None:
+    subprocess.run(command, check=True, capture_output=True, timeout=60, cwd=folder)
 
 
 def _openmp() -> str:

@@ -319,7 +319,7 @@ float scale(const problem *m, int64_t which) {
     float most = 0;
 #pragma omp simd reduction(max : most)
     for (int64_t i = which * m->units; i < (which + 1) * m->units; i++) most = m->most[i] > most ? m->most[i] : most;
-    return most > 0 ? 1 / most : 0;
+    return most > 0 ? 1 / fminf(most, 8e37f) : 0; /* the inverse of more would be denormal, and flushed */
 }
 
 /* Packs X^T, scaled, panel by panel. */

@@ -12,7 +12,7 @@ enum { WIDTH = 2 * LANES, DEPTH = 192, LINE = 16, BLOCK = LINE };
 #if defined __AVX512F__ && __GNUC__ >= 10
 #define BF16
 #endif
-#if defined BF16 && defined __linux__ && __GNUC__ >= 11
+#if defined BF16 && defined __linux__ && __GNUC__ >= 11 && !defined NO_AMX
 #define AMX
 #endif
 /* Smaller matrices gain nothing from bfloat16. */
