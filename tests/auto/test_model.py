@@ -376,6 +376,14 @@ def test_directions_that_coincide_have_a_solution() -> None:
     assert best == pytest.approx([-0.5, 0.0], rel=1e-5)
 
 
+@pytest.mark.parametrize("form", [2.0, 1e-300, 0.0])
+def test_a_single_direction_is_followed_as_far_as_beside_another(form: float) -> None:
+    with np.errstate(all="ignore"):
+        both = minimiser(np.array([-3.0, 0.0]), np.diag([form, 1.0]))
+        alone = minimiser(np.array([-3.0]), np.array([[form]]))
+    assert alone == pytest.approx(both[:1], rel=1e-12)
+
+
 @pytest.mark.parametrize("at", [0, 5])
 def test_a_form_that_is_not_finite_is_forgotten(at: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """As of half precision: it would stay in the average, and no step would have a length any more."""

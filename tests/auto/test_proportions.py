@@ -393,6 +393,19 @@ def test_layers_that_come_later_are_heard_from_then_on() -> None:
     assert len(report.further) == len(report.echoes) == len(optimizer._blocks) == 3
 
 
+def test_all_layers_may_come_later() -> None:
+    torch.manual_seed(0)
+    model = mlp(5, 7, 3)
+    for p in model.parameters():
+        p.requires_grad_(False)
+    optimizer = qd.Riemannian(model, qd.Categorical(), params=[{"params": []}])
+    model(torch.randn(4, 5, dtype=torch.float64))
+    for p in model.parameters():
+        p.requires_grad_(True)
+    optimizer.add_param_group({"params": [*model.parameters()]})
+    assert len(trained_on(optimizer, 9).state) == 4
+
+
 def test_lists_of_another_network_are_begun_anew() -> None:
     optimizer = trained(mlp(5, 7, 6, 3), steps=9)
     for name, kept in (("further", [0.5]), ("further", [0.5] * 5), ("echoes", [0.5] * 2)):

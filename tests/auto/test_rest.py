@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 import quasidiag as qd
 from nets import batch, mlp
+from quasidiag import kernels
 from quasidiag.auto import rest, rhythm
 from quasidiag.auto.report import Report
 
@@ -365,6 +366,26 @@ def test_what_is_loaded_on_another_processor_goes_on_where_it_was(how: str) -> N
     assert (
         apart(now(rule), backward(rule, 0)) == 0
     )  # nobody but a hand on them can have changed these
+
+
+def test_a_pass_that_no_kernel_leads_takes_nothing_for_changed(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Torch finds the norms that a kernel left with other roundings."""
+    model, loss = mlp(SIZES[0], 200, SIZES[-1]).float(), qd.Categorical()
+    rule = qd.Riemannian(model, loss)
+    x, t = samples(0)
+    for _ in range(30):
+        rule.zero_grad()
+        loss(rule.model(x.float()), t).backward()
+        rule.step()
+    before = now(rule)
+    monkeypatch.setattr(kernels, "lead_", lambda *_: None)
+    rule.model(x.float())
+    for p, still in zip(rule.model.parameters(), before):
+        assert "mark" in rule.state[p]
+        torch.testing.assert_close(p, still + rule.state[p]["apart"], rtol=0, atol=0)
+        assert not torch.equal(p, still)
 
 
 def test_what_changed_after_it_was_loaded_stays_where_it_was_put() -> None:

@@ -49,7 +49,7 @@ def taken(dtype: torch.dtype, averaged: bool = True) -> list[list[Tensor]]:
     assert optimizer.auto is not None
     with torch.no_grad():
         for step in range(1, 5):
-            optimizer.auto.steps = 20 * step
+            optimizer.auto.steps = 20 * (step - 1)  # averaging begins with the second
             ws = some(step, [tuple(p.shape) for p in model])
             moved = dict(zip(model, [w.to(dtype) for w in ws]))
             if step == 1:

@@ -96,7 +96,7 @@ class Replay:
         if model.training and torch.is_grad_enabled():
             foreign = self._foreign or self._passes % LOOK == 0
             self._passes += 1
-            device = self.parameters[0].device
+            device = next(model.parameters()).device  # the optimizer may have none yet
             self._around = Surroundings(device, True, foreign), versions((args, kwargs))
 
     def _left(self, model: nn.Module, args: Any, kwargs: Any, output: Any) -> None:

@@ -16,7 +16,7 @@ AT_FIRST = 4
 #: Then the model is measured every ``MODEL`` steps and the metric every ``METRIC``, unless the optimizer was told otherwise.
 MODEL, METRIC = 6, 8
 #: From step ``LATER`` on, they are measured so many times as seldom (the model and the metric) where ``report.common`` is
-#: less than a half. It stays 0 where minibatches are too small to tell, or are all the same.
+#: less than a half. It stays 0 where minibatches are too small to tell, or steps too long or too short by their ``lr``.
 LATER, SELDOM = 100, (3, 2)
 
 

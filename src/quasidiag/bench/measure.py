@@ -55,10 +55,11 @@ def add_peers(
     say: Say,
     busy: bool = False,
 ) -> None:
-    """Time the peers beside a few of ours, and put the result after the preset's own races, replacing an earlier one."""
+    """Time the peers beside a few of ours, and put the result after the other races, replacing an earlier one."""
     timing.prepare()
-    item = beside_others(preset.races[0])
-    results["races"][len(preset.races) :] = [race(item, peers, rounds, say, busy)]
+    found = race(beside_others(preset.races[0]), peers, rounds, say, busy)
+    others = [known for known in results["races"] if known["workload"] != found["workload"]]
+    results["races"] = [*others, found]
 
 
 def beside_others(item: Race) -> Race:
