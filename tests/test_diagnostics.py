@@ -41,6 +41,15 @@ def test_the_way_is_as_long_as_in_the_dense_metric(steps: int) -> None:
     assert sum(layer.moved for layer in found.layers) == pytest.approx(expected)
 
 
+@pytest.mark.parametrize("weight_decay", [0.0, 0.3])
+@pytest.mark.parametrize("reduction", ["quasi-diagonal", "diagonal", "unitwise"])
+def test_all_layers_ways_add_up_to_the_steps(reduction: str, weight_decay: float) -> None:
+    _, optimizer = trained(4, reduction=reduction, weight_decay=weight_decay)
+    found = qd.diagnostics(optimizer)
+    assert found.step is not None and found.step.length > 0
+    assert sum(layer.moved for layer in found.layers) == pytest.approx(found.step.length)
+
+
 def test_the_way_of_one_step_is_the_steps_and_the_table_says_of_how_many_it_is() -> None:
     _, optimizer = trained(4)
     found = qd.diagnostics(optimizer)

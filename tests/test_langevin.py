@@ -309,6 +309,15 @@ def test_groups_have_priors_of_their_own() -> None:
     assert optimizer._precision(model[2].bias) == 1 / 10
 
 
+def test_the_prior_of_a_lookup_table_does_not_depend_on_its_size() -> None:
+    """A sample sees one of its rows, as a unit with one input does."""
+    model = nn.Sequential(nn.Embedding(50, 4), nn.Flatten(), nn.Linear(4, 2), nn.LayerNorm(2))
+    optimizer = qd.Langevin(model, qd.Categorical(), lr=0.1, data_size=10, prior=1.0)
+    assert optimizer._precision(model[0].weight) == 1 / 10
+    assert optimizer._precision(model[2].weight) == 4 / 10
+    assert optimizer._precision(model[3].weight) == 1 / 10
+
+
 def test_a_posterior_keeps_what_it_collected() -> None:
     model = nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4), nn.Dropout(0.5), nn.Linear(4, 2))
     model[0].eval()

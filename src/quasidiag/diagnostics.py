@@ -18,10 +18,11 @@ import torch
 from torch import Tensor
 
 from quasidiag.auto.report import Report
+from quasidiag.auto.stacks import Alone, Stack
 from quasidiag.blocks import DiagonalBlock, QuasiDiagonalBlock, UnitwiseBlock
 from quasidiag.optimizer import Riemannian
 from quasidiag.reductions import varies
-from quasidiag.sharding import local, rows_of
+from quasidiag.sharding import rows_of
 from quasidiag.units import kind_of
 
 #: A unit is dead if its ``m00`` (without a bias: the mean of its ``mii``) is at most this part of its layer's mean.
@@ -151,7 +152,6 @@ class _Entries(NamedTuple):
     values: Tensor
     bounded: Tensor
     weight: Tensor
-    moved: float
 
 
 @torch.no_grad()
@@ -172,9 +172,7 @@ def _layer(optimizer: Riemannian, block: DiagonalBlock) -> LayerDiagnostics:
     group = optimizer._group[block.home]
     eps = float(group["eps"])
     floor = eps if group["floor"] is None else float(group["floor"])
-    updates = [optimizer.state[p].get("update") for p in block.parameters]
-    kept = [local(u) for u in updates if u is not None]
-    entries = _entries(rows, state, kept if len(kept) == len(updates) else None, eps, floor)
+    entries = _entries(rows, state, eps, floor)
     counted = torch.where(entries.bounded | (entries.values <= 0), math.nan, entries.values)
     largest = counted.nan_to_num(0.0).amax(1)
     smallest = counted.nan_to_num(math.inf).amin(1)
@@ -191,17 +189,24 @@ def _layer(optimizer: Riemannian, block: DiagonalBlock) -> LayerDiagnostics:
         condition=float(ratios.median()) if len(ratios) else math.nan,
         dead=float(dead.double().mean()),
         floored=float(entries.bounded.double().mean()),
-        moved=entries.moved,
+        moved=_moved(optimizer, block),
     )
 
 
-def _entries(
-    block: DiagonalBlock, state: Any, update: list[Tensor] | None, eps: float, floor: float
-) -> _Entries:
+def _moved(optimizer: Riemannian, block: DiagonalBlock) -> float:
+    updates = [optimizer.state[p].get("update") for p in block.parameters]
+    kept = [u for u in updates if u is not None]
+    if len(kept) < len(updates):
+        return math.nan
+    stack = Alone([block]) if isinstance(block, UnitwiseBlock) else Stack([block])
+    return float(stack.forms(optimizer.state, [[kept]]).sum())
+
+
+def _entries(block: DiagonalBlock, state: Any, eps: float, floor: float) -> _Entries:
     if isinstance(block, UnitwiseBlock):
-        return _unitwise(block, state, update, eps, floor)
+        return _unitwise(block, state, eps, floor)
     if isinstance(block, QuasiDiagonalBlock):
-        return _quasi_diagonal(block, state, update, eps, floor)
+        return _quasi_diagonal(block, state, eps, floor)
     kept = [m + eps for m in block._bounded(state)]
     units = [m.reshape(len(m) if m.dim() else 1, -1) for m in kept]
     # The units of some weights (a transposed convolution's, say) are not along the first dimension.
@@ -209,15 +214,10 @@ def _entries(
     values = torch.cat([m.reshape(1, -1) for m in kept] if alone else units, dim=1)
     plain = [m for m in block.kept(state) if m is not None]
     weight = plain[0] if block.bias is not None else plain[0].reshape(len(values), -1).mean(1)
-    moved = math.nan
-    if update is not None:
-        moved = float(sum((m * u.square()).sum() for m, u in zip(kept, update)))
-    return _Entries(values, values <= floor, weight.reshape(-1), moved)
+    return _Entries(values, values <= floor, weight.reshape(-1))
 
 
-def _quasi_diagonal(
-    block: QuasiDiagonalBlock, state: Any, update: list[Tensor] | None, eps: float, floor: float
-) -> _Entries:
+def _quasi_diagonal(block: QuasiDiagonalBlock, state: Any, eps: float, floor: float) -> _Entries:
     m00, m0i, mii = block._moment_rows(state)
     shift = state[block.weight].get("shift")
     c = torch.zeros(m0i.shape[1], dtype=m0i.dtype, device=m0i.device) if shift is None else shift
@@ -225,30 +225,18 @@ def _quasi_diagonal(
     inverse = torch.where(d0 > 0, d0.reciprocal(), 0.0).unsqueeze(1)
     variance = diagonal - row * inverse * row
     bounded = ~varies(m00, mii, variance, diagonal, shift) | (variance < floor * inverse)
-    moved = math.nan
-    if update is not None:
-        u0, ui = block._rows(update)
-        centred = u0 + ((c + row * inverse) * ui).sum(1)
-        moved = float((d0 * centred.square()).sum() + (variance * ui.square()).sum())
     values = torch.cat([d0.unsqueeze(1), variance], dim=1)
     bounded = torch.cat([(d0 <= 0).unsqueeze(1), bounded], dim=1)
     own = block.kept(state).m00
     assert own is not None
-    return _Entries(values, bounded, own.reshape(-1), moved)
+    return _Entries(values, bounded, own.reshape(-1))
 
 
-def _unitwise(
-    block: UnitwiseBlock, state: Any, update: list[Tensor] | None, eps: float, floor: float
-) -> _Entries:
+def _unitwise(block: UnitwiseBlock, state: Any, eps: float, floor: float) -> _Entries:
     kept = state[block.weight]["block"]
     values = torch.linalg.eigvalsh(kept) + eps
     unit = kept.shape[-1] * torch.finfo(kept.dtype).eps
     bounded = (values <= unit * values[:, -1:]) | (values < floor)
-    moved = math.nan
-    if update is not None:
-        rows = block.adapter.rows(block.module, update[-1])
-        u = rows if block.bias is None else torch.cat([update[0].unsqueeze(1), rows], dim=1)
-        moved = float(torch.einsum("ki,kij,kj->", u, kept, u) + eps * u.square().sum())
     diagonal = kept.diagonal(dim1=1, dim2=2)
     weight = diagonal.mean(1) if block.bias is None else diagonal[:, 0]
-    return _Entries(values, bounded, weight, moved)
+    return _Entries(values, bounded, weight)

@@ -14,7 +14,7 @@ import torch
 from torch import Generator, Tensor, nn
 
 from quasidiag import root, together, validate
-from quasidiag.blocks import DiagonalBlock, QuasiDiagonalBlock, State, UnitwiseBlock, Update
+from quasidiag.blocks import DiagonalBlock, QuasiDiagonalBlock, State, UnitwiseBlock
 from quasidiag.hidden import hidden
 from quasidiag.moments import with_precision
 from quasidiag.optimizer import Riemannian
@@ -45,11 +45,13 @@ class Langevin(Riemannian):
             is added as long as :math:`η ≪ 2B/N`.
         data_size: :math:`N`, the number of terms in the mean loss over the whole training set.
         prior: the prior's standard deviation :math:`σ_0`. For a unit's weights it is :math:`σ_0/\sqrt{\text{inputs}}`, so
-            that it means the same in narrow and wide layers. A param group may have its own.
+            that it means the same in narrow and wide layers (not for lookup tables, of which each sample sees one row). A param group may have its own.
         temperature: :math:`T`; below 1 the posterior is sharpened, at 0 there is no noise.
         options: those of :class:`Riemannian` with an ``lr``, except ``momentum``, ``weight_decay``, ``maximize``, ``eps``,
             ``floor`` and ``capturable``. ``metric`` defaults to ``"monte-carlo"``, without criterion to ``"outer-product"``.
     """
+
+    _fused = False
 
     def __init__(
         self,
@@ -94,10 +96,10 @@ class Langevin(Riemannian):
         super()._find()
         if any(map(is_sharded, self._group)):
             raise ValueError("Langevin does not cover sharded parameters (fully_shard)")
-        self._inputs = {
+        self._inputs = {  # of which a lookup table has one at a time
             block.weight: block.adapter.rows(block.module, block.weight).shape[1]
             for block in self._blocks
-            if block.weight is not None
+            if block.weight is not None and block.adapter.full
         }
 
     def _precision(self, parameter: Tensor) -> float:
@@ -108,9 +110,6 @@ class Langevin(Riemannian):
     def _gradient(self, parameter: Tensor) -> Tensor:
         """The gradient of the mean loss plus 1/N of that of the prior's negative logarithm."""
         return super()._gradient(parameter).add(parameter, alpha=self._precision(parameter))
-
-    def _descend_(self, block: DiagonalBlock, update: Update | None = None) -> bool:
-        return False
 
     def _directions(
         self,

@@ -102,6 +102,8 @@ class Riemannian(Saved):
     time after that; the graph breaks at every layer that is watched. The step itself runs outside of compiled graphs.
     """
 
+    _fused = True  # kernels may take steps of their own: nothing but the Riemannian gradient is in one
+
     def __init__(
         self,
         model: nn.Module,

@@ -70,6 +70,8 @@ def advance_(optimizer: Riemannian, batches: Collection[DiagonalBlock]) -> set[D
 
 def descend_(optimizer: Riemannian, block: DiagonalBlock, update: Update | None = None) -> bool:
     """Solve and step in one call, after an ``update`` of the metric if there is one; ``False`` where no kernel can."""
+    if not optimizer._fused:
+        return False
     group, total = optimizer._group[block.home], optimizer._collector.total
     gradients = [local(p.grad) for p in block.parameters if p.grad is not None]
     one_group = all(optimizer._group[p] is group for p in block.parameters)

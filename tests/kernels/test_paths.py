@@ -70,6 +70,28 @@ def test_the_compiled_path_trains_as_the_eager_one(
         torch.testing.assert_close(a, b, rtol=2e-4, atol=2e-4 * float(b.abs().max()))
 
 
+def test_no_kernel_takes_a_step_of_langevin(
+    calls: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It would leave out the noise and the prior."""
+
+    def sampled() -> list[Tensor]:
+        torch.manual_seed(0)
+        model, criterion = nn.Linear(80, 64), qd.Categorical()
+        optimizer = qd.Langevin(model, criterion, lr=1e-2, data_size=90)
+        for _ in range(5):
+            optimizer.zero_grad()
+            criterion(model(torch.randn(90, 80)), torch.randint(0, 64, (90,))).backward()
+            optimizer.step()
+        return [p.detach() for p in model.parameters()]
+
+    fast = sampled()
+    assert "qd_finite" in calls and "qd_quasi_diagonal" not in calls
+    monkeypatch.setattr(native, "LEAST", 2**60)
+    for a, b in zip(fast, sampled(), strict=True):
+        torch.testing.assert_close(a, b, rtol=2e-4, atol=2e-4 * float(b.abs().max()))
+
+
 @pytest.mark.parametrize("kind", [qd.DOP, qd.QDOP, qd.DNat, qd.QDMCNat], ids=lambda k: k.__name__)
 @pytest.mark.parametrize("options", [{}, {"weight_decay": 0.1}, {"metric_every": 2}])
 def test_moments_and_step_at_once_are_one_after_the_other(
