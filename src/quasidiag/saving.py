@@ -14,12 +14,9 @@ from quasidiag import validate
 from quasidiag.auto import rest
 from quasidiag.auto.report import Report
 from quasidiag.auto.stacks import Stacks
-from quasidiag.blocks import DiagonalBlock
 from quasidiag.collect import Collector
-from quasidiag.sharding import rows_of
-from quasidiag.sums import SUMS
 
-#: The version of the format of ``state_dict()``. Version 0 had no version number, no shift and no count of steps.
+#: The version of the format of ``state_dict()``.
 VERSION = 1
 #: The parts of a parameter's state that survive a change of its block: momentum and averaging, but not the metric.
 STAYS = ("momentum", *rest.KEPT)
@@ -34,7 +31,6 @@ class Saved(Optimizer):
     steps: int
     auto: Report | None
     _collector: Collector
-    _blocks: list[DiagonalBlock]
     _group: dict[Any, dict[str, Any]]
 
     @abstractmethod
@@ -81,25 +77,14 @@ class Saved(Optimizer):
                     self.state[parameter][key] = value.to(parameter.device, copy=True)
         report = state_dict.get("auto") or Report.read(self.param_groups[0].get("report"))
         if self.auto is not None and report:
-            vars(self.auto).update(vars(Report.saved(report)))
+            vars(self.auto).update(report)
         self._count(state_dict.get("steps", self.param_groups[0].get("steps", 0)))
         self._group = {p: group for group in self.param_groups for p in group["params"]}
-        self._complete()
         self._stacks = Stacks()  # which layers are alike depends on their state
         rest.loaded_(self.state.values())
         self._restart()
         if state_dict.get("generator") is not None:
             self._collector.set_generator(state_dict["generator"], parameters[0].device)
-
-    def _complete(self) -> None:
-        """Fill in what an older version did not save."""
-        for block in self._blocks:
-            rows, state = rows_of(block, self.state)
-            kept = state[rows.home] if self.state.get(block.home) else {}
-            if any(key in kept for key in SUMS):
-                kept.setdefault("updates", 1)
-            if "m0i" in kept and "shift" not in kept and block.adapter.shiftable:
-                kept["shift"] = kept["m0i"].new_zeros(kept["m0i"].shape[1:])
 
     def __getstate__(self) -> dict[str, Any]:
         """For ``deepcopy`` and ``pickle``: everything but the hooks, which :meth:`__setstate__` attaches again."""

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import math
 
 import pytest
@@ -77,27 +76,3 @@ def test_other_data_are_no_outlier() -> None:
     assert math.exp(report.hope) == pytest.approx(1 / CHANGE)
     expecting(report, 1.5)  # and from there on, the average is the larger one
     assert math.exp(report.hope) > 1 / CHANGE
-
-
-def test_a_report_of_another_version() -> None:
-    """One that had no average of promises and forms, but something else."""
-    optimizer, x, t = problem(scale=1e3)
-    for _ in range(3):
-        one_step(optimizer, x, t)
-    saved = copy.deepcopy(optimizer.state_dict())
-    assert optimizer.auto is not None
-    old = saved["auto"]
-    del old["hope"], old["forms"], old["stride"]
-    old["noise"] = 1.0
-    for _ in range(2):
-        one_step(optimizer, x, t)
-    optimizer.load_state_dict(saved)
-    report = optimizer.auto
-    assert (
-        report.hope == pytest.approx(math.log(old["promise"]))
-        and report.forms == {}
-        and report.stride == 1
-    )
-    assert report.steps == 3 and not hasattr(report, "noise")
-    one_step(optimizer, x, t)
-    assert report.steps + report.retreats == 4

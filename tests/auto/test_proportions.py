@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import pickle
 from collections.abc import Sequence
 from typing import Any
 
@@ -30,7 +29,6 @@ from quasidiag.auto.proportions import (
     weights,
 )
 from quasidiag.auto.proposal import FEWEST, MOST, PART, reach
-from quasidiag.auto.report import Report
 from quasidiag.blocks import DiagonalBlock, UnitwiseBlock
 
 
@@ -190,25 +188,6 @@ def expected_alone(optimizer: qd.Riemannian, which: list[int]) -> list[float]:
 def test_directions_that_are_not_equalised_have_their_own_lengths(options: dict[str, Any]) -> None:
     optimizer = trained(mlp(5, 7, 3), **options)
     assert optimizer.auto is not None and optimizer.auto.proportions == []
-
-
-def test_a_saved_state_without_them_measures_its_next_step() -> None:
-    optimizer = trained(mlp(5, 7, 3), steps=6)
-    assert optimizer.auto is not None and optimizer.auto.steady
-    state = optimizer.state_dict()
-    del state["auto"]["proportions"]
-    other = qd.Riemannian(mlp(5, 7, 3), qd.Categorical())
-    other.load_state_dict(state)
-    assert other.auto is not None and not other.auto.steady
-    trained_on(other, steps=1)
-    assert other.auto.stride == 1 and len(other.auto.proportions) == 2
-
-
-def test_a_pickled_report_without_them_has_none() -> None:
-    old = Report(steps=7)
-    del vars(old)["proportions"], vars(old)["echo"]
-    found = pickle.loads(pickle.dumps(old))
-    assert found.steps == 7 and found.proportions == [] and found.echo == 0.0
 
 
 def test_steps_in_between_keep_them() -> None:

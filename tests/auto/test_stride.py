@@ -222,7 +222,7 @@ def test_resumed_on_the_way() -> None:
 
 
 def test_losses_that_were_all_the_same_are_no_measure() -> None:
-    """Nor is a report without any, of an older version."""
+    """Nor is a report without any."""
     report = Report(steps=1000)
     for _ in range(20):
         assert not report.surprised(1.0)

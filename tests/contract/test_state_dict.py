@@ -1,8 +1,7 @@
-"""``state_dict``: of this version, of an older one, of a newer one, of somebody else."""
+"""``state_dict``: of this version, of a newer one, of somebody else."""
 
 from __future__ import annotations
 
-import copy
 import io
 
 import pytest
@@ -32,38 +31,6 @@ def test_resumed_run_is_the_uninterrupted_one(kind: str) -> None:
     train(other, loss, resumed, x, t, 3)
     assert_same(values(model), values(other), 0.0)
     assert_same(metric(optimizer), metric(resumed), 0.0)
-
-
-def older(state_dict: dict) -> dict:
-    """What the first version saved: moments measured from zero, and nothing beside state and groups."""
-    old = copy.deepcopy({key: state_dict[key] for key in ("state", "param_groups")})
-    for kept in old["state"].values():
-        shift = kept.pop("shift", None)
-        assert shift is None or not shift.any()
-        kept.pop("updates", None)
-    for group in old["param_groups"]:
-        del group["floor"], group["maximize"]
-        group.pop("steps", None)
-    return old
-
-
-def test_state_of_an_older_version() -> None:
-    ends = []
-    for old in (False, True):
-        model, loss, x, t = problem()
-        part = model[:1]
-        optimizer = qd.QDOP(part, loss, lr=0.05)
-        train(part, loss, optimizer, x, t, 2)
-        kept, moments = optimizer.state_dict(), optimizer.moments(part[0])
-        state = next(state for state in kept["state"].values() if "shift" in state)
-        state.update(m0i=moments.m0i.clone(), mii=moments.mii.clone())
-        state["shift"] = torch.zeros_like(state["shift"])
-        optimizer.close()
-        fresh = qd.QDOP(part, loss, lr=0.05)
-        fresh.load_state_dict(older(kept) if old else kept)
-        train(part, loss, fresh, x, t, 2)
-        ends.append(values(part))
-    assert_same(*ends, tolerance=1e-12)
 
 
 def test_state_from_the_future() -> None:

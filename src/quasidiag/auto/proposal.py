@@ -57,7 +57,7 @@ def counted_(state: dict[str, Any], g: Tensor, new: float) -> float:
     """
     if "average" not in state:
         state["average"], state["seen"] = torch.zeros_like(g), 0.0
-    state["seen"] = seen = (1 - new) * state.get("seen", 1.0) + new  # older versions saved none
+    state["seen"] = seen = (1 - new) * state["seen"] + new
     whole = (1 - new) * seen + new
     return 1 / whole if whole <= NEARLY else 1.0
 

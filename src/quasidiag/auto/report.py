@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
@@ -146,27 +145,9 @@ class Report:
     divisible: bool = False
     apart: bool = False
 
-    @classmethod
-    def saved(cls, kept: Mapping[str, Any]) -> Report:
-        """The report in a ``state_dict``, which may be of another version."""
-        report = cls(**{key: kept[key] for key in vars(cls()) if key in kept})
-        if "hope" not in kept and report.promise > 0:
-            report.hope = math.log(report.promise)
-        if "stride" not in kept and report.promise > 0:
-            report.stride = 1
-        if "proportions" not in kept:
-            report.steady = False  # the layers' directions had other lengths in that version
-        if not all(map(math.isfinite, report.forms.values())):
-            report.forms = {}
-        return report
-
     def restore(self, before: Report) -> None:
         """Go back to ``before``, but for what was found out about the model's samples, which takes several passes."""
         vars(self).update({key: x for key, x in vars(before).items() if key not in FOUND})
-
-    def __setstate__(self, kept: dict[str, Any]) -> None:
-        """A pickled report may be of another version too."""
-        vars(self).update(vars(Report.saved(kept)))
 
     def written(self) -> str:
         """The report as one line of JSON: checkpoints keep a string as it is."""
@@ -174,7 +155,7 @@ class Report:
 
     @staticmethod
     def read(line: str | None) -> dict[str, Any]:
-        """The mapping for :meth:`saved`, from a line by :meth:`written`."""
+        """The report's attributes, from a line by :meth:`written`."""
         found: dict[str, Any] = json.loads(line or "{}")
         return found
 
