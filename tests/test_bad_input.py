@@ -198,6 +198,11 @@ def test_an_empty_batch(output: str) -> None:
         loss(model(x[:0]), t[:0])
 
 
+def test_samples_without_a_position() -> None:
+    with pytest.raises(ValueError, match="no sample"):
+        qd.Categorical()(torch.zeros(4, 0, 3), torch.zeros(4, 0, dtype=torch.int64))
+
+
 @pytest.mark.parametrize("reduction", ["mean", "sum"])
 def test_an_empty_batch_without_a_criterion(reduction: str) -> None:
     model, loss = mlp(5, 4, 3), nn.MSELoss(reduction=reduction)
@@ -377,3 +382,17 @@ def test_a_minibatch_whose_targets_are_all_ignored_is_skipped(
         else:
             optimizer.step()
     assert all(torch.isfinite(p).all() for p in model.parameters())
+
+
+@pytest.mark.parametrize("lr", [None, 0.1])
+@pytest.mark.parametrize("other", [nn.functional.cross_entropy, qd.Categorical()])
+def test_a_loss_of_another_criterion_is_named_as_the_cause(
+    lr: float | None, other: Callable
+) -> None:
+    model, loss = mlp(5, 4, 3), criterion("categorical")
+    optimizer = qd.Riemannian(model, loss, lr=lr)
+    x, t = batch("categorical", 8, 5, 3)
+    other(model(x), t).backward()
+    said = r"the very criterion object .* criterion\(model\(x\), t\), not from F\.cross_entropy or another criterion"
+    with unmoved(model, optimizer), pytest.raises(RuntimeError, match=said):
+        optimizer.step()

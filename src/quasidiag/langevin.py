@@ -45,7 +45,8 @@ class Langevin(Riemannian):
             is added as long as :math:`η ≪ 2B/N`.
         data_size: :math:`N`, the number of terms in the mean loss over the whole training set.
         prior: the prior's standard deviation :math:`σ_0`. For a unit's weights it is :math:`σ_0/\sqrt{\text{inputs}}`, so
-            that it means the same in narrow and wide layers (not for lookup tables, of which each sample sees one row). A param group may have its own.
+            that it means the same in narrow and wide layers (a lookup table has one input at a time). A param group may have
+            its own.
         temperature: :math:`T`; below 1 the posterior is sharpened, at 0 there is no noise.
         options: those of :class:`Riemannian` with an ``lr``, except ``momentum``, ``weight_decay``, ``maximize``, ``eps``,
             ``floor`` and ``capturable``. ``metric`` defaults to ``"monte-carlo"``, without criterion to ``"outer-product"``.

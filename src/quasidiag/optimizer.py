@@ -51,7 +51,7 @@ class Riemannian(Saved):
         criterion: an output model (:mod:`quasidiag.outputs`). Without one, only the outer product metric can be used, and
             the loss may be any that is a mean (or sum, see ``loss_reduction``) over the batch.
         lr: the step size :math:`η`, a number or a tensor. If it is left out, ``step`` is ``"auto"``.
-        step: ``"fixed"``, or ``"auto"``: the length comes from the exact quadratic model of the loss
+        step: ``"fixed"``, or ``"auto"``: the length comes from the quadratic model of the loss
             (:mod:`quasidiag.auto`), nothing needs tuning, and ``lr`` is a factor (1 by default) that schedulers may lower.
         metric: ``"outer-product"``, ``"monte-carlo"``, ``"exact"`` or ``"backpropagated"`` (:mod:`quasidiag.metrics`); by
             default the first, or the second with ``step="auto"``.
@@ -102,7 +102,7 @@ class Riemannian(Saved):
     time after that; the graph breaks at every layer that is watched. The step itself runs outside of compiled graphs.
     """
 
-    _fused = True  # kernels may take steps of their own: nothing but the Riemannian gradient is in one
+    _fused = True  # kernels may take steps: nothing but the Riemannian gradient is in them
 
     def __init__(
         self,

@@ -419,7 +419,7 @@ class Bernoulli(_Elementwise):
 
 
 def _not_empty(output: Tensor) -> None:
-    if output.dim() == 0 or output.shape[0] == 0:
+    if not output.dim() or 0 in (output.shape[:-1] or output.shape):
         raise ValueError(
             f"the criterion was given an output of shape {tuple(output.shape)}: there is no sample in it"
         )

@@ -80,7 +80,8 @@ def descend_(optimizer: Riemannian, block: DiagonalBlock, update: Update | None 
         return False
     if summed and isinstance(total, Tensor):
         return False
-    if isinstance(group["lr"], Tensor) and group["weight_decay"]:
+    lr = group["lr"]
+    if isinstance(lr, Tensor) and (group["weight_decay"] or lr.device != block.home.device):
         return False
     if group["momentum"]:
         for p in block.parameters:

@@ -39,7 +39,7 @@ def matrix(*shape: int) -> Tensor:
 
 def factor(u: Tensor) -> Tensor:
     """Of one matrix."""
-    return orthogonal.factor(u.unsqueeze(0)).squeeze(0)
+    return orthogonal.factors([u.unsqueeze(0)])[0].squeeze(0)
 
 
 @pytest.mark.parametrize("shape", [*SHAPES, (40, 90)])
@@ -125,7 +125,7 @@ def test_other_devices_need_nothing_but_products(
     called: list[str] = []
     for name in ("by_poles", "newton_schulz"):
         monkeypatch.setattr(orthogonal, name, lambda x, name=name: called.append(name) or x)
-    orthogonal.factor(torch.zeros(1, 3, 4, device=device, dtype=dtype))
+    orthogonal.factors([torch.zeros(1, 3, 4, device=device, dtype=dtype)])
     assert called == [expected]
 
 
@@ -407,7 +407,7 @@ def test_groups_of_wide_layers_in_one_batch(monkeypatch: pytest.MonkeyPatch) -> 
     us = [matrix(*shape) for shape in ((1, WIDE + 7, WIDE + 2), (2, WIDE + 1, 330), (1, 10, 331))]
     assert len(_rooms(tuple(Kind.of(orthogonal._apart(u)) for u in us))) == 1
     for found, u in zip(factors(us), us, strict=True):
-        torch.testing.assert_close(found, orthogonal.factor(u), rtol=1e-9, atol=1e-12)
+        torch.testing.assert_close(found, factors([u], batch=False)[0], rtol=1e-9, atol=1e-12)
     _rooms.cache_clear()
 
 
@@ -416,13 +416,13 @@ def test_no_batch_is_mostly_zeros() -> None:
     rooms = [room.members for room in _rooms(tuple(map(Kind.of, us)))]
     assert sorted(i for room in rooms for i in room) == [*range(8)] and [*range(6)] in rooms
     for found, u in zip(factors(us), us, strict=True):
-        torch.testing.assert_close(found, orthogonal.factor(u), rtol=1e-9, atol=1e-12)
+        torch.testing.assert_close(found, factors([u], batch=False)[0], rtol=1e-9, atol=1e-12)
 
 
 @pytest.mark.parametrize("shape", [(2, WIDE + 5, WIDE + 3), (3, 40, 7), (3, 7, 40)])
 def test_layers_of_one_shape_are_as_if_each_were_alone(shape: tuple[int, int, int]) -> None:
     u = matrix(*shape)
-    for found, one in zip(orthogonal.factor(u), u, strict=True):
+    for found, one in zip(factors([u], batch=False)[0], u, strict=True):
         torch.testing.assert_close(found, factor(one), rtol=1e-9, atol=1e-12)
 
 

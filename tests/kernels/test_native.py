@@ -15,7 +15,8 @@ from torch import Tensor
 import quasidiag as qd
 from quasidiag import kernels, moments, reductions
 from quasidiag.auto.orthogonal import ENTIRE, POLES
-from quasidiag.kernels import Averaging, Squares, Wanted, building, native
+from quasidiag.cache import cache_folder
+from quasidiag.kernels import Averaging, Squares, Wanted, native
 from quasidiag.kernels.rule import Rule
 from quasidiag.moments import Moments
 from quasidiag.root import quasi_diagonal
@@ -418,13 +419,20 @@ def test_an_assembler_older_than_the_compiler(
     assert compiled is not None and not compiled.qd_multiplies(native.Factors.TILES)
 
 
+def test_a_cache_in_the_home(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("HOME", str(tmp_path))
+    monkeypatch.setenv("QUASIDIAG_CACHE", "~/kept")
+    assert native.library.__wrapped__() is not None
+    assert [*(tmp_path / "kept").glob("native-*.so")]
+
+
 def test_without_a_home(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     def nowhere() -> Path:
         raise RuntimeError("Could not determine home directory.")
 
     monkeypatch.setattr(Path, "home", nowhere)
     monkeypatch.setenv("QUASIDIAG_CACHE", str(tmp_path))
-    assert building._cache() == tmp_path
+    assert cache_folder() == tmp_path
     monkeypatch.delenv("QUASIDIAG_CACHE")
     monkeypatch.delenv("XDG_CACHE_HOME", raising=False)
     assert native.library.__wrapped__() is None

@@ -1,8 +1,9 @@
 """The step without a learning rate, ``step="auto"``: each file is one part of it, listed in the order in which they work.
 
 - ``replay`` keeps the minibatches of a step and runs the model on them again: ``calls`` records the model's calls,
-  ``reading`` finds the criterion's input among the model's outputs, ``standing_in`` puts other parameters in the place of
-  the model's, ``witness`` detects a gradient scaler, and ``fingerprint`` tells whether the data are those of the last step.
+  ``reading`` finds the criterion's input among the model's outputs, ``rerun`` runs the model once more, ``division`` on a
+  part of the samples, ``standing_in`` puts other parameters in the place of the model's, ``witness`` detects a gradient
+  scaler, and ``fingerprint`` tells whether the data are those of the last step.
 - ``proposal`` computes the direction: ``orthogonal`` gives all singular directions the same strength, ``proportions`` says
   how far each layer goes, and ``stacks`` puts layers of one shape into one tensor, to compute them together.
 - ``quadratic`` computes the length from the model of the loss along ``directions`` (``parabola`` is that model as a few

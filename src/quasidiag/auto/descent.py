@@ -1,4 +1,4 @@
-r"""The step without a learning rate: its length from the exact quadratic model.
+r"""The step without a learning rate: its length from the quadratic model of the loss, with the exact Fisher matrix.
 
 With a direction :math:`d`, the averaged gradient orthogonalised in the coordinates of the metric
 (:mod:`quasidiag.auto.proposal`), the step is :math:`δ = -α d` with the :math:`α` that minimises the quadratic model of the

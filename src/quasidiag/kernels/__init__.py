@@ -1,14 +1,14 @@
 """Fast versions of what a step does to a layer: one pass over memory where eager PyTorch makes a dozen.
 
-``native`` compiles C code for the CPU, ``fused`` holds the Triton kernels for a GPU. Both are optional. A function here
-that returns ``False`` or ``None`` had no kernel to use and has done nothing. The caller then runs its eager code, which is
-also the oracle that the kernels are tested against.
+``native`` compiles C code for the CPU; ``fused`` (the update), ``turning`` (directions) and ``moves`` hold the Triton
+kernels for a GPU, which ``gpu`` calls. Both are optional. A function here that returns ``False`` or ``None`` had no kernel
+to use and has done nothing. The caller then runs its eager code, which is also the oracle that the kernels are tested
+against.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -17,7 +17,17 @@ from torch.autograd.graph import increment_version
 from quasidiag import moments
 from quasidiag.kernels import gpu, native
 from quasidiag.kernels.gpu import norms, turn_, turn_back, turned
-from quasidiag.kernels.native import Directions, directed
+from quasidiag.kernels.native import (
+    Directions,
+    average_,
+    directed,
+    dots,
+    finite,
+    lead_,
+    lengths,
+    root,
+    settle_,
+)
 from quasidiag.kernels.rule import Rule
 from quasidiag.kernels.squares import Squares
 from quasidiag.kernels.wanted import Averaging, Found, Lengths, Place, Wanted
@@ -127,31 +137,6 @@ def weaken_(w: Tensor, slope: Tensor) -> None:
         torch.hardshrink(w, moments.smallest(w.dtype), out=w)
 
 
-def root(
-    m00: Tensor,
-    m0i: Tensor,
-    mii: Tensor,
-    shift: Tensor | None,
-    bounds: tuple[float, float, float] | None,
-) -> tuple[Tensor, Tensor, Tensor] | None:
-    """``root.quasi_diagonal``, or ``None`` where no kernel can."""
-    return None if mii.is_cuda else native.root(m00, m0i, mii, shift, bounds)
-
-
-def lengths(
-    layers: Sequence[tuple[Tensors, Sequence[Tensor | None]]], half: float
-) -> list[Lengths] | None:
-    """The :class:`Lengths` of layers, from the step ``[units(, inputs)]`` and root of each; ``None`` where no kernel can."""
-    return native.lengths(layers, half)
-
-
-def average_(
-    averages: Tensors, gradients: Tensors, by: float, factors: Sequence[float]
-) -> list[Tensor] | None:
-    """The kernel of :func:`quasidiag.auto.proposal.averaged_`, or ``None`` where no kernel can."""
-    return native.average_(averages, gradients, by, factors)
-
-
 def move_(
     thetas: Tensors,
     ws: Tensors,
@@ -166,28 +151,6 @@ def move_(
     norms = backend.move_(thetas, ws, by, aparts, keep, ways, settles)
     _written(norms is not None, {"thetas": thetas})
     return norms
-
-
-def settle_(thetas: Tensors, aparts: Tensors) -> list[float] | None:
-    """The kernel of :func:`quasidiag.auto.rest.settle_`; returns the parameters' norms at rest, or ``None``."""
-    return native.settle_(thetas, aparts)
-
-
-def lead_(
-    thetas: Tensors, aparts: Tensors, norms: Sequence[float], allowed: Sequence[float]
-) -> list[bool] | None:
-    """The kernel of :func:`quasidiag.auto.rest.lead_`; returns whether each parameter is as it was left, or ``None``."""
-    return native.lead_(thetas, aparts, norms, allowed)
-
-
-def dots(xs: Tensors, ys: Tensors) -> list[float] | None:
-    """The kernel of :func:`quasidiag.auto.directions.products`: the dot product of each pair, or ``None``."""
-    return native.dots(xs, ys)
-
-
-def finite(tensors: Sequence[Any]) -> bool | None:
-    """Whether all numbers are finite; ``None`` where no kernel can say (or some are not tensors)."""
-    return native.finite(tensors)
 
 
 __all__ = [

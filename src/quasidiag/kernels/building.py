@@ -7,7 +7,6 @@ environment says where.
 from __future__ import annotations
 
 import hashlib
-import os
 import platform
 import shlex
 import subprocess
@@ -15,6 +14,8 @@ import tempfile
 from pathlib import Path
 
 import torch
+
+from quasidiag.cache import cache_folder
 
 SOURCES = "native", "orthogonal", "tiles", "direction", "products"
 #: What the compiler is told about a processor, by what torch calls it.
@@ -35,7 +36,8 @@ def built(compiler: str) -> Path:
     key = " ".join([platform.machine(), compiler, *flags, runtime]).encode()
     key += b"".join(path.read_bytes() for path in [*sources, *sorted(folder.glob("*.h"))])
     name = f"native-{hashlib.sha256(key).hexdigest()[:16]}.so"
-    cache = _cache()
+    cache = cache_folder()
+    cache.mkdir(mode=0o700, parents=True, exist_ok=True)
     target = cache / name
     if not target.exists():
         with tempfile.TemporaryDirectory(dir=cache) as scratch:
@@ -62,12 +64,3 @@ def _openmp() -> str:
     loaded = sorted({path for line in maps if "libgomp" in (path := line.split(maxsplit=5)[-1])})
     torchs = [path for path in loaded if {"torch", "torch.libs"} & {*Path(path).parts[-3:]}]
     return (torchs or loaded or ["-lgomp"])[0]
-
-
-def _cache() -> Path:
-    if given := os.environ.get("QUASIDIAG_CACHE"):
-        folder = Path(given)
-    else:
-        folder = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "quasidiag"
-    folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-    return folder
