@@ -52,19 +52,21 @@ def step(workload: Workload) -> Floor:
     return Floor(counter.get_total_flops() / 2, 12.0 * size)
 
 
-def metric(workload: Workload, kept: int, vectors: int, fraction: float = 1.0) -> Floor:
+def metric(
+    workload: Workload, kept: int, vectors: int, samples: float = 1.0, steps: float = 1.0
+) -> Floor:
     """What a metric adds that keeps ``kept`` numbers per weight and makes ``vectors`` backward passes.
 
-    ``fraction`` is the share of the samples, or of the steps, on which the metric is taken.
+    ``samples`` and ``steps`` are the shares of these on which the metric is taken.
     """
     forward = backward = 0
-    for module, samples, needs in _dense(workload):
-        size = samples * module.weight.numel()
+    for module, seen, needs in _dense(workload):
+        size = seen * module.weight.numel()
         forward += size
         backward += size if needs else 0
     size = sum(p.numel() for p in workload.model.parameters())
-    work = fraction * (kept * forward + vectors * backward)
-    return Floor(work, 4.0 * size * kept * (1 + 2 * (fraction == 1.0)))
+    work = samples * steps * (kept * forward + vectors * backward)
+    return Floor(work, 4.0 * size * kept * (1 + 2 * steps))
 
 
 def _dense(workload: Workload) -> list[tuple[nn.Linear, int, bool]]:
@@ -104,6 +106,7 @@ def of(name: str, workload: Workload, classes: int) -> Floor | None:
     if algorithm not in COSTS:
         return None
     kept, vectors = COSTS[algorithm]
-    fraction = 1 / float(share.split("/")[-1].split()[-1]) if share else 1.0
-    extra = metric(workload, kept, classes - 1 if vectors is None else vectors, fraction)
+    part = 1 / float(share.split("/")[-1].split()[-1]) if share else 1.0
+    samples, steps = (part, 1.0) if share.startswith("on ") else (1.0, part)
+    extra = metric(workload, kept, classes - 1 if vectors is None else vectors, samples, steps)
     return Floor(*(x + y for x, y in zip(base, extra)))
