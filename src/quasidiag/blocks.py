@@ -130,7 +130,7 @@ class DiagonalBlock:
         w = [torch.empty_like(v) for v in gradients]
         if self._fused(state, gradients, Rule(eps=eps, floor=eps if floor is None else floor), w=w):
             return w
-        kept = self._bounded(state)
+        kept = self._bounded(self.kept(state))
         return [reductions.diagonal(m, v, eps=eps, floor=floor) for m, v in zip(kept, gradients)]
 
     @cached_property
@@ -148,7 +148,7 @@ class DiagonalBlock:
         floor: float | None,
     ) -> list[list[Tensor]]:
         """:meth:`solve` for blocks of one kind, concatenated."""
-        kept = [m.flatten() for block in blocks for m in block._bounded(state)]
+        kept = [m.flatten() for block in blocks for m in block._bounded(block.kept(state))]
         v = torch.cat([v.flatten() for pair in gradients for v in pair])
         w = reductions.diagonal(torch.cat(kept), v, eps=eps, floor=floor)
         parts = iter(w.split([len(m) for m in kept]))
@@ -158,13 +158,12 @@ class DiagonalBlock:
         self, state: State, gradients: list[Tensor], eps: float, floor: float | None
     ) -> list[Tensor]:
         """As :meth:`solve` if some parameters have no gradient (frozen later): each by its diagonal alone."""
-        m00, _, mii = self.moments(state)
-        kept = [m for m in (m00, mii) if m is not None]
+        kept = self._bounded(self.moments(state))
         return [reductions.diagonal(m, v, eps=eps, floor=floor) for m, v in zip(kept, gradients)]
 
-    def _bounded(self, state: State) -> list[Tensor]:
-        """The moments as the solve uses them: stored ones with the :attr:`safeguard` added."""
-        kept = [m for m in self.kept(state) if m is not None]
+    def _bounded(self, moments: Moments) -> list[Tensor]:
+        """The diagonal as the solve uses it: ``m00`` and ``mii`` with the :attr:`safeguard` added."""
+        kept = [m for m in (moments.m00, moments.mii) if m is not None]
         if self.safeguard is None:
             return kept
         unit, layer, dead = self.safeguard
@@ -214,7 +213,7 @@ class DiagonalBlock:
         """The roots of the metrics of ``blocks``, layers of one shape, stacked (:mod:`quasidiag.root`)."""
         each = []
         for block in blocks:
-            kept = block._bounded(state)
+            kept = block._bounded(block.kept(state))
             if any(block.decays):
                 kept = [m + e for m, e in zip(kept, block._curvature(kept))]
             each.append(block.rows_of(kept))
@@ -265,7 +264,7 @@ class DiagonalBlock:
     def _fused(
         self, state: State, gradients: Tensors, rule: Rule, **outputs: Tensors | None
     ) -> bool:
-        return kernels.diagonal(self._bounded(state), gradients, rule, **outputs)
+        return kernels.diagonal(self._bounded(self.kept(state)), gradients, rule, **outputs)
 
 
 class QuasiDiagonalBlock(DiagonalBlock):

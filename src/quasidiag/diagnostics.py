@@ -207,7 +207,7 @@ def _entries(block: DiagonalBlock, state: Any, eps: float, floor: float) -> _Ent
         return _unitwise(block, state, eps, floor)
     if isinstance(block, QuasiDiagonalBlock):
         return _quasi_diagonal(block, state, eps, floor)
-    kept = [m + eps for m in block._bounded(state)]
+    kept = [m + eps for m in block._bounded(block.kept(state))]
     units = [m.reshape(len(m) if m.dim() else 1, -1) for m in kept]
     # The units of some weights (a transposed convolution's, say) are not along the first dimension.
     alone = len({len(m) for m in units}) > 1

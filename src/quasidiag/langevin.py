@@ -151,7 +151,7 @@ class Langevin(Riemannian):
 
     def _diagonal_of(self, block: DiagonalBlock) -> list[Tensor]:
         if type(block) is DiagonalBlock:
-            return block._bounded(self.state)
+            return block._bounded(block.kept(self.state))
         m00, _, mii = block.moments(self.state)
         return [m for m in (m00, mii) if m is not None]
 
