@@ -262,6 +262,31 @@ def test_a_part_that_does_not_run_leaves_it_to_the_whole() -> None:
     torch.testing.assert_close(now, qd.Categorical()(model(x, lengths), t).detach())
 
 
+class Asserting(nn.Module):
+    """Takes a name for each sample, in a list, of which nobody takes a part."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.net = mlp(4, 6, 3)
+
+    def forward(self, x: Tensor, names: list[str]) -> Tensor:
+        assert len(names) == len(x), "a name for each sample"
+        return self.net(x)
+
+
+def test_whatever_a_model_raises_leaves_it_to_the_whole() -> None:
+    model, names = Asserting(), ["a"] * 256
+    optimizer = qd.Riemannian(model, criterion := qd.Categorical())
+    x, t = batch("categorical", 256, 4, 3)
+    for _ in range(5):
+        optimizer.zero_grad()
+        criterion(model(x, names), t).backward()
+        optimizer.step()
+    assert optimizer.auto is not None and optimizer._model is not None
+    assert optimizer.auto.looked and not optimizer.auto.divisible
+    assert optimizer._model.replay.rerun.mode == "fast" and model.training
+
+
 def test_large_minibatches_are_trained_on_as_ever(monkeypatch: pytest.MonkeyPatch) -> None:
     """As if all of them were run again."""
     x, _ = batch("categorical", 3 * JUDGES, 4, 3)

@@ -18,7 +18,7 @@ from quasidiag.auto.directions import Direction
 from quasidiag.auto.division import Division
 from quasidiag.auto.fingerprint import fingerprint
 from quasidiag.auto.report import Report
-from quasidiag.auto.rerun import UNFIT, Moved, Rerun
+from quasidiag.auto.rerun import Moved, Rerun
 from quasidiag.auto.standing_in import doubled, standing_in
 from quasidiag.auto.witness import Witness
 from quasidiag.layers.composite import Surroundings
@@ -211,9 +211,9 @@ class Replay:
         while True:
             try:
                 return self.rerun.tangents(batch, directions, part)
-            except (RuntimeError, *UNFIT) as error:  # NotImplementedError is a RuntimeError
-                if isinstance(error, torch.cuda.OutOfMemoryError):
-                    raise
+            except torch.cuda.OutOfMemoryError:
+                raise
+            except Exception:
                 if part is not None and self.rerun.tried(batch, part) is None:
                     self.division.divisible, part = False, None
                 elif not self.rerun.slower():

@@ -8,6 +8,7 @@ statistics) and the random state are not changed.
 from __future__ import annotations
 
 import math
+import threading
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, ExitStack, nullcontext
 from types import MappingProxyType
@@ -30,8 +31,8 @@ Moved = tuple[Tensor, Tensor, list[Tensor]]
 #: have none (a softmax's backward, in a model that takes a gradient itself; ``make_dual`` compiles them at first use, which
 #: takes as long as a hundred steps of a small network), with plain kernels as well, by differences.
 WAYS = "fast", "decomposed", "plain", "differences"
-#: What a model may raise, besides a ``RuntimeError``, if an input does not fit.
-UNFIT = ValueError, IndexError, TypeError
+#: Forward mode has one level for all threads of a process: a second one that enters it meanwhile gets an error.
+LEVEL = threading.Lock()
 
 
 class Rerun:
@@ -65,7 +66,7 @@ class Rerun:
             return self.run(batch, parameters, part)
         except torch.cuda.OutOfMemoryError:
             raise
-        except (RuntimeError, *UNFIT):
+        except Exception:  # whatever the model raises if an input does not fit
             return None
 
     @property
@@ -95,6 +96,7 @@ class Rerun:
         with ExitStack() as stack:
             if self.mode == "plain":
                 stack.enter_context(plain_kernels())
+            stack.enter_context(LEVEL)
             level = stack.enter_context(forward_ad.dual_level())
             make = torch._VF._make_dual if self.mode == "fast" else forward_ad.make_dual
             duals = {
