@@ -25,7 +25,16 @@ def test_floor_is_the_papers_count_of_multiplications() -> None:
         counted = floor.of(name, workload, 10)
         assert counted is not None
         assert counted.multiplications / base.multiplications == pytest.approx(ratio, abs=0.005)
-    assert base.bytes == 12 * sum(p.numel() for p in workload.model.parameters())
+    size = sum(p.numel() for p in workload.model.parameters())
+    assert base.bytes == 12 * size
+    # A share of the samples is averaged in every step, all samples of every tenth step in a tenth of them.
+    for name, each in {
+        "QDOP": 24,
+        "QDOP, metric on 1/10": 24,
+        "QDOP, metric every 10": 9.6,
+    }.items():
+        counted = floor.of(name, workload, 10)
+        assert counted is not None and counted.bytes == pytest.approx((12 + each) * size)
     assert floor.of("AdamW", workload, 10) is None
 
 
@@ -123,6 +132,8 @@ def test_smoke_writes_table_json_and_picture(
     assert "| QDNat" in printed and "over SGD" in printed
     assert cli.main(["bench", "--from", str(out)]) == 0
     assert capsys.readouterr().out == printed
+    assert cli.main(["bench", "--from", str(out), "--no-curves"]) == 0
+    assert "against" in printed and "against" not in capsys.readouterr().out
 
 
 def test_peers_can_come_later(

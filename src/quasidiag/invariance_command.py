@@ -14,13 +14,12 @@ from __future__ import annotations
 import argparse
 import ast
 import importlib
-import importlib.util
 import json
 import math
 from collections.abc import Callable
 from itertools import pairwise
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
@@ -28,13 +27,19 @@ from torch.optim import Optimizer
 
 import quasidiag as qd
 from quasidiag import invariance
+from quasidiag.experiments import progress
 from quasidiag.experiments.commands import options as shared
 from quasidiag.experiments.config import UsageError
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
 
 Make = Callable[[nn.Module, Any], Optimizer]
 
 #: An optimizer counts as invariant to a change if the twins' relative difference is below this.
 KEPT = 1e-6
+#: Smaller differences are drawn as this one: 0 has no logarithm.
+FLOOR = 1e-16
 
 #: These differ from the defaults: ``eps`` and ``floor`` break the invariance by as much as they matter. The automatic step
 #: takes a tenth of its length, because long steps, though as invariant, amplify rounding from step to step.
@@ -214,35 +219,12 @@ def note(table: dict[str, dict[str, float]]) -> str:
 
 
 def show(table: dict[str, dict[str, float]]) -> None:
-    """Print the table, in colours if ``rich`` is installed."""
-    _print(table)
+    """Print the table."""
+    rows = [(name, *(_cell(row[c]) for c in invariance.CHANGES)) for name, row in table.items()]
+    title = "largest difference between the twins' outputs, relative to how far training moved them"
+    progress.table(("optimizer", *invariance.CHANGES), rows, title)
     if note(table):
         print(note(table))
-
-
-def _print(table: dict[str, dict[str, float]]) -> None:
-    changes = list(invariance.CHANGES)
-    if importlib.util.find_spec("rich") is None:
-        width = max(map(len, table)) + 2
-        print("".ljust(width) + "".join(change.rjust(17) for change in changes))
-        for name, row in table.items():
-            print(name.ljust(width) + "".join(_cell(row[change]).rjust(17) for change in changes))
-        return
-    from rich.console import Console
-    from rich.table import Table
-
-    shown = Table(
-        "optimizer",
-        *changes,
-        title="largest difference between the twins' outputs, relative to how far training moved them",
-    )
-    for name, row in table.items():
-        cells = [
-            f"[{'green' if row[change] < KEPT else 'red'}]{_cell(row[change])}[/]"
-            for change in changes
-        ]
-        shown.add_row(name, *cells)
-    Console().print(shown)
 
 
 def _cell(value: float) -> str:
@@ -255,47 +237,49 @@ def draw(
     path: Path,
 ) -> None:
     """Draw the table as colours, and beside it how far the twins drift apart under an affine change, step by step."""
-    import matplotlib
+    from matplotlib import rc_context
+    from matplotlib.figure import Figure
 
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
+    with rc_context({"font.size": 12}):
+        figure = Figure(figsize=(12, 2.2 + 0.42 * max(6, len(table))), layout="constrained")
+        left, right = figure.subplots(1, 2, width_ratios=(1.1, 1))
+        _draw_table(left, table)
+        _draw_drifts(right, {name: twins["affine"] for name, twins in drifts.items()})
+        figure.supxlabel(note(table), fontsize=11, x=0.01, ha="left")
+        figure.savefig(path, dpi=120)
 
+
+def _draw_table(axis: Axes, table: dict[str, dict[str, float]]) -> None:
     changes = list(invariance.CHANGES)
-    figure, (left, right) = pyplot.subplots(
-        1,
-        2,
-        figsize=(13, 1.6 + 0.42 * max(6, len(table))),
-        width_ratios=(1.15, 1),
-        layout="constrained",
-    )
-    floor = 1e-16
     values = [
-        [math.log10(max(row[c], floor)) if math.isfinite(row[c]) else 0.0 for c in changes]
+        [math.log10(max(row[c], FLOOR)) if math.isfinite(row[c]) else 0.0 for c in changes]
         for row in table.values()
     ]
-    left.imshow(values, cmap="RdYlGn_r", vmin=-14, vmax=0, aspect="auto")
-    left.set_xticks(range(len(changes)), changes)
-    left.set_yticks(range(len(table)), list(table))
-    left.set_title("largest difference between the twins' outputs")
+    axis.imshow(values, cmap="RdYlGn_r", vmin=-14, vmax=0, aspect="auto")
+    axis.set_xticks(range(len(changes)), [change.replace(" ", "\n", 1) for change in changes])
+    axis.set_yticks(range(len(table)), list(table))
+    axis.set_title("Largest difference between the twins' outputs")
     for y, row in enumerate(table.values()):
         for x, change in enumerate(changes):
             text = f"{row[change]:.0e}" if math.isfinite(row[change]) else "failed"
             dark = not 1e-13 < row[change] < 1e-2
-            left.text(x, y, text, ha="center", va="center", fontsize=9, color="wk"[not dark])
-    colours = pyplot.get_cmap("tab10")
-    for number, (name, twins) in enumerate(drifts.items()):
-        drift = twins["affine"]
+            axis.text(x, y, text, ha="center", va="center", color="wk"[not dark])
+
+
+def _draw_drifts(axis: Axes, drifts: dict[str, invariance.Drift]) -> None:
+    """The difference after each step. Those that are not invariant lie on each other, so they share a colour and a name."""
+    others = "not invariant"
+    for name, drift in sorted(drifts.items(), key=lambda item: not relative(item[1]) < KEPT):
         way = max(drift.moves) or 1.0
-        parts = [max(d / way, floor) for d in drift.differences]
-        style = "-" if number < 10 else "--"
-        right.semilogy(
-            range(1, len(parts) + 1), parts, style, color=colours(number % 10), label=name
-        )
-    right.axhline(KEPT, color="grey", linewidth=0.8, linestyle=":")
-    right.set_xlabel("training steps")
-    right.set_title("under an affine change, step by step")
-    right.set_ylabel("difference, relative to how far training moved the outputs")
-    right.legend(fontsize=8, loc="upper left", bbox_to_anchor=(1.0, 1.0), frameon=False)
-    figure.supxlabel(note(table), fontsize=8, x=0.01, ha="left")
-    figure.savefig(path, dpi=120)
-    pyplot.close(figure)
+        parts = [max(d / way, FLOOR) for d in drift.differences]
+        steps = range(1, len(parts) + 1)
+        if relative(drift) < KEPT:
+            axis.semilogy(steps, parts, lw=1.8, label=name)
+        else:
+            axis.semilogy(steps, parts, color="#a0a0a0", lw=1, label=others)
+            others = ""
+    axis.axhline(KEPT, color="black", linewidth=0.8, linestyle=":")
+    axis.set_xlabel("Training steps")
+    axis.set_title("Under an affine change, step by step")
+    axis.set_ylabel("Difference, relative to how far training moved them")
+    axis.legend(loc="upper center", bbox_to_anchor=(0.5, -0.1), ncols=2, frameon=False)

@@ -116,8 +116,9 @@ def why_unseen(optimizer: Riemannian, block: DiagonalBlock) -> str:
     )
     if optimizer.criterion is not None and not optimizer._collector.passes:
         return (
-            "the metric saw no loss: compute it with the criterion that the optimizer was given, on the output of "
-            "a forward pass in training mode made after the optimizer" + compiled
+            "the metric saw no loss: it must come from the very criterion object that the optimizer was given, "
+            "criterion(model(x), t), not from F.cross_entropy or another criterion, and from a forward pass in training "
+            "mode made after the optimizer" + compiled
         )
     if optimizer._collector.probe.recomputed:
         return (

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -12,6 +13,8 @@ import pytest
 
 import quasidiag
 from quasidiag.cli import COMMANDS, main
+from quasidiag.experiments import demo, pool
+from quasidiag.experiments.algorithms import ALGORITHMS
 
 
 def test_list_shows_every_experiment(capsys):
@@ -75,6 +78,12 @@ def test_what_argparse_refuses_is_2_too(capsys):
         assert stop.value.code == 2
 
 
+def test_data_without_an_action_names_the_actions(capsys):
+    with pytest.raises(SystemExit):
+        main(["data"])
+    assert "required: {check,prepare}" in capsys.readouterr().err
+
+
 def test_a_missing_data_file_is_2_and_named(tmp_path, capsys):
     assert (
         main(["reproduce", "svhn", "--data-dir", str(tmp_path), "--runs", str(tmp_path / "r")]) == 2
@@ -91,6 +100,15 @@ def test_a_dry_run_does_nothing(tmp_path, data_dir, capsys):
     assert not list(tmp_path.rglob("*.json"))
 
 
+@pytest.mark.parametrize("words", [["reproduce", "inversion"], ["run", "mnist"], ["race", "ae"]])
+def test_a_dry_run_writes_and_fetches_nothing_and_needs_no_device(words, tmp_path, cache, capsys):
+    words = [*words, "--dry-run", "--device", "cuda", "--scale", "smoke"]
+    assert main([*words, "--runs", str(tmp_path / "runs")]) == 0
+    assert not list(tmp_path.iterdir())  # nor the cache
+    out = capsys.readouterr().out
+    assert "mnist, which would be fetched" in out or "dataset=mnist\n" in out
+
+
 def test_going_on_from_an_export_does_nothing_twice(tmp_path, data_dir, capsys):
     words = ["reproduce", "eeg", "epochs=1", "--scale", "smoke", "--algorithms", "SGD"]
     words += ["--jobs", "1", "--data-dir", data_dir]
@@ -100,8 +118,12 @@ def test_going_on_from_an_export_does_nothing_twice(tmp_path, data_dir, capsys):
     capsys.readouterr()
     assert main([*words, "--runs", str(tmp_path / "here"), "--from", packed, "--dry-run"]) == 0
     out = capsys.readouterr().out
-    assert f"runs from {packed}" in out
+    assert re.search(rf"\d+ runs in {packed}\n", out)
     assert "0 runs now" in out
+    assert not (tmp_path / "here").exists()
+    assert main([*words, "--runs", str(tmp_path / "here"), "--from", packed]) == 0
+    assert main([*words, "--runs", str(tmp_path / "here"), "--from", packed, "--dry-run"]) == 0
+    assert f"runs in {packed}, all of them here already" in capsys.readouterr().out
     assert main([*words, "--runs", str(tmp_path / "here"), "--from", "nowhere.json.gz"]) == 2
     assert "not an export" in capsys.readouterr().err
 
@@ -175,9 +197,34 @@ def test_the_demo_ends_with_a_table_and_a_picture(tmp_path, capsys):
     picture = tmp_path / "made" / "demo.png"
     assert main(["demo", "--epochs", "1", "--jobs", "1", "--out", str(picture)]) == 0
     out = capsys.readouterr().out
-    for name in ("SGD", "AdaGrad", "DOP", "QDOP", "DMCNat", "QDMCNat", "DNat", "QDNat"):
+    for name in (*ALGORITHMS, "Riemannian"):
         assert f"\n{name} " in out
+    assert "Riemannian untuned: loss" in out
     assert picture.read_bytes().startswith(b"\x89PNG")
+    counts = [[int(n) for n in found] for found in re.findall(r"\[ *(\d+)/(\d+)\]", out)]
+    rounds = [total for number, total in counts if number == 1]
+    assert counts == [[k + 1, total] for total in rounds for k in range(total)]
+    assert rounds[0] == 25 and out.count("widening the grid: ") == len(rounds) - 1
+
+
+def test_the_demo_says_that_a_run_diverged(tmp_path):
+    search = demo.Search(demo.EXPERIMENT, "small", tmp_path, "mnist-5k", overrides=("epochs=1",))
+    outcome = demo.work(
+        search.config("sigmoid", "QDMCNat", 100.0).to_dict(), pool.Settings(str(tmp_path))
+    )
+    assert demo._ending(outcome.config, outcome.result) == "QDMCNat at 100: diverged"
+
+
+def test_the_demos_picture_covers_no_curve_and_its_ticks_can_be_read():
+    pytest.importorskip("matplotlib")
+    lines = [{"epoch": k, "train_nll": 2.3 / 10**k, "valid_error": 0.9 / 3**k} for k in range(3)]
+    figure = demo._picture(dict.fromkeys((*ALGORITHMS, "Riemannian"), (0.1, lines)))
+    figure.draw_without_rendering()
+    assert all(axis.get_legend() is None for axis in figure.axes)
+    (legend,) = figure.legends
+    assert [text.get_text() for text in legend.get_texts()][-1] == "Riemannian, untuned"
+    ticks = {text.get_text() for text in figure.axes[1].get_yticklabels()}
+    assert {"10", "20", "50"} <= ticks
 
 
 BARE = """

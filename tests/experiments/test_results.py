@@ -31,8 +31,8 @@ def test_every_run_is_named_by_the_config_of_today() -> None:
 
 
 def test_nothing_is_pending_and_three_seeds_are_everywhere(tmp_path: Path) -> None:
-    count = restore(RESULTS, tmp_path)
-    assert count == len(load(RESULTS).runs)
+    found = restore(RESULTS, tmp_path)
+    assert len(found) == len(load(RESULTS).runs)
     for experiment in tasks.EXPERIMENTS:
         sweep = Sweep(experiment, "paper", tmp_path, experiment.dataset, "cuda")
         summary = sweep.summary()

@@ -119,7 +119,7 @@ def test_autoencoders_keep_pictures_and_both_errors(tmp_path, data_dir):
     final = result["final"]
     assert final["valid_mse"] == pytest.approx(2 * final["valid_error"] / 784)
     (run,) = load(tmp_path).runs
-    pictures = run.reconstructions()
+    pictures = run.pictures
     assert pictures["original"].shape == pictures["reconstruction"].shape == (10, 28, 28)
 
 
@@ -138,8 +138,8 @@ def test_an_export_holds_the_same(tmp_path, data_dir):
         assert one.result == other.result
         for a, b in zip(one.metrics, other.metrics):
             assert a == pytest.approx(b, rel=1e-5)
-        if one.reconstructions() is not None:
-            assert (one.reconstructions()["original"] == other.reconstructions()["original"]).all()
+        if one.pictures is not None:
+            assert (one.pictures["original"] == other.pictures["original"]).all()
     (tmp_path / "bad.json.gz").write_bytes(b"nonsense")
     with pytest.raises(UsageError, match="not an export"):
         load(tmp_path / "bad.json.gz")
@@ -147,7 +147,7 @@ def test_an_export_holds_the_same(tmp_path, data_dir):
         load(tmp_path / "nowhere")
 
 
-def test_an_export_can_be_gone_on_from(tmp_path, data_dir):
+def test_an_export_can_be_gone_on_from(tmp_path, data_dir, capsys):
     """Ended runs are not done again; what was cut off, and what is already there, is left alone."""
     done, cut = config(), config(epochs=6)
     picture = tasks.find("mnist-ae").config("sigmoid", "SGD", 1e-4, scale="smoke")
@@ -157,8 +157,14 @@ def test_an_export_can_be_gone_on_from(tmp_path, data_dir):
     execute(cut, tmp_path / "there", data_dir=data_dir, deadline=time.time() + 0.001)
     export(tmp_path / "there", tmp_path / "all.json.gz")
     here = tmp_path / "here"
-    assert restore(tmp_path / "all.json.gz", here) == 2
-    assert restore(tmp_path / "all.json.gz", here) == 0
+    packed = tmp_path / "all.json.gz"
+    assert set(restore(packed, here, dry_run=True)) == {done.id, picture.id}
+    assert not here.exists()
+    restore(packed, here)
+    restore(packed, here)
+    first, second, third = capsys.readouterr().out.splitlines()
+    assert first == second == f"2 runs in {packed}"
+    assert third == f"2 runs in {packed}, all of them here already"
     for c in (done, picture):
         there = RunDir(tmp_path / "there", c)
         assert execute(c, here, data_dir="/does/not/exist") == there.result

@@ -83,6 +83,8 @@ def run(arguments: argparse.Namespace) -> int:
             busy = results["clock"] == "processor"
             measure.add_peers(results, preset, found, arguments.rounds, _say, busy)
             results["not_installed"] = missing
+        if arguments.no_curves:
+            results["curves"] = []
     else:
         preset = presets.PRESETS[arguments.preset](arguments.data_dir)
         if preset.device == "cuda" and not torch.cuda.is_available():

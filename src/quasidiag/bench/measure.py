@@ -6,7 +6,7 @@ import os
 import platform
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import replace
+from dataclasses import asdict, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -85,7 +85,7 @@ def race(
     base_bytes = _peak(steps[item.base], workload)
     entries: dict[str, Any] = {}
     for name, t in times.items():
-        entry: dict[str, Any] = t.as_dict()
+        entry: dict[str, Any] = asdict(t)
         counted = floor.of(name, workload, classes)
         if counted is not None:
             entry["floor_multiplications"] = counted.multiplications / base_floor.multiplications

@@ -9,7 +9,7 @@ import os
 import statistics
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -33,9 +33,6 @@ class Timing:
     ratio_high: float
     ratio_of_least: float
     rounds: int
-
-    def as_dict(self) -> dict[str, float]:
-        return asdict(self)
 
 
 def interleaved(

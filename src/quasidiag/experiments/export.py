@@ -103,20 +103,29 @@ def _unpacked(run: dict[str, Any], environments: list[dict[str, Any]]) -> Run:
     return Run(run["id"], run["config"], lines, run["result"], environment, pictures)
 
 
-def restore(path: Path, root: str | os.PathLike[str], kind: type[Config] = Config) -> int:
-    """Put the ended runs of an export into the folder ``root``, and return how many; runs already there are kept.
+def restore(
+    path: Path,
+    root: str | os.PathLike[str],
+    kind: type[Config] = Config,
+    dry_run: bool = False,
+) -> dict[str, Line]:
+    """Put the ended runs of an export into the folder ``root``, say how many, and return their results by id.
 
-    ``kind`` is the class of their configs.
+    ``kind`` is the class of their configs. Runs already there are kept; a dry run writes nothing.
     """
     collection = read_export(path)
-    count = 0
-    for run in collection.runs:
-        store = RunDir(root, kind.from_dict(run.config))
-        if run.result and store.result is None:
+    ended = [
+        (RunDir(root, kind.from_dict(run.config)), run) for run in collection.runs if run.result
+    ]
+    new = [(store, run) for store, run in ended if store.result is None]
+    known = len(ended) - len(new)
+    here = f", {'all' if not new else known} of them here already" if known else ""
+    print(f"{len(ended)} runs in {path}{here}", flush=True)
+    if not dry_run:
+        for store, run in new:
             with store.locked():
                 store.fill(run)
-            count += 1
-    timing = Path(root) / "timing.json"
-    if collection.timing:
-        write_json(timing, {**collection.timing, **(read_json(timing) or {})})
-    return count
+        timing = Path(root) / "timing.json"
+        if collection.timing:
+            write_json(timing, {**collection.timing, **(read_json(timing) or {})})
+    return {store.config.id: run.result for store, run in ended}

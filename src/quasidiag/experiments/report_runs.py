@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import numpy as np
 
 from .algorithms import ALGORITHMS
+from .sweep import edge_of
 from .tasks import BY_NAME, SCALES
 
 if TYPE_CHECKING:
@@ -132,10 +133,7 @@ class Line:
     @property
     def edge(self) -> str:
         """'low' or 'high' if the best step size is at that end of the grid, else an empty string."""
-        steps = self.steps
-        if len(steps) < 2 or self.best not in (steps[0], steps[-1]):
-            return ""
-        return "low" if self.best == steps[0] else "high"
+        return edge_of(self.steps, self.best) or ""
 
     @property
     def chosen(self) -> list[Record]:
@@ -229,7 +227,7 @@ def _record(run: stored.Run) -> Record:
         name: [math.nan if line.get(name) is None else float(line[name]) for line in run.metrics]
         for name in names
     }
-    images = run.reconstructions()
+    images = run.pictures
     return Record(
         task=Task(run.config["experiment"], run.config["variant"]),
         algorithm=run.config["algorithm"],

@@ -163,7 +163,10 @@ def read_metrics(path: Path) -> list[Line]:
 
 @dataclass(frozen=True)
 class Run:
-    """A run as read from disk; ``result`` is empty if it has not ended."""
+    """A run as read from disk; ``result`` is empty if it has not ended.
+
+    ``pictures``, for autoencoders of images, are ``original`` and ``reconstruction`` [k, height, width] as bytes.
+    """
 
     id: str
     config: dict[str, Any]
@@ -171,10 +174,6 @@ class Run:
     result: Line
     environment: dict[str, Any]
     pictures: dict[str, np.ndarray] | None = field(default=None, repr=False)
-
-    def reconstructions(self) -> dict[str, np.ndarray] | None:
-        """``original`` and ``reconstruction`` [k, height, width] as bytes, for autoencoders of images."""
-        return self.pictures
 
 
 @dataclass(frozen=True)

@@ -7,8 +7,8 @@ from __future__ import annotations
 
 import math
 import os
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from itertools import zip_longest
 from pathlib import Path
 from statistics import fmean, stdev
@@ -21,7 +21,10 @@ from .tasks import Experiment, power
 
 @dataclass(frozen=True)
 class Sweep:
-    """One experiment at one scale: which runs it needs; they are kept under ``root``."""
+    """One experiment at one scale: which runs it needs; they are kept under ``root``.
+
+    ``elsewhere`` has further results, by the ids of their configs: those that a dry run does not import.
+    """
 
     experiment: Experiment
     scale: str
@@ -30,6 +33,7 @@ class Sweep:
     device: str = "cpu"
     overrides: tuple[str, ...] = ()
     algorithms: tuple[str, ...] = ()
+    elsewhere: Mapping[str, Line] = field(default_factory=dict)
 
     def config(self, variant: str, algorithm: str, lr: float, seed: int = 0) -> Config:
         """The run of one algorithm at one step size."""
@@ -46,7 +50,7 @@ class Sweep:
 
     def result(self, config: Config) -> Line | None:
         """The result of a run; None until it has ended."""
-        return RunDir(self.root, config).result
+        return RunDir(self.root, config).result or self.elsewhere.get(config.id)
 
     def cells(self) -> Iterator[tuple[str, str]]:
         """Every variant with every chosen algorithm."""

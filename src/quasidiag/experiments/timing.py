@@ -95,18 +95,13 @@ def _steps(trainer: Trainer, count: int) -> float:
     x, t = trainer.data.train
     size = trainer.config.batch_size
     trainer.model.train()
-    _wait(trainer)
+    trainer._wait()
     start = time.perf_counter()
     for k in range(count):
         first = k * size % len(x)
         trainer.step(x[first : first + size], t[first : first + size])
-    _wait(trainer)
+    trainer._wait()
     return time.perf_counter() - start
-
-
-def _wait(trainer: Trainer) -> None:
-    if trainer.config.device != "cpu":
-        torch.cuda.synchronize()
 
 
 def _row(name: str, seconds: dict[str, list[float]]) -> dict[str, Any]:

@@ -13,8 +13,8 @@ import torch
 
 from quasidiag.experiments import datasets, pool, rounds
 from quasidiag.experiments.commands import options
-from quasidiag.experiments.config import suggest
-from quasidiag.experiments.runs import read_json, write_json
+from quasidiag.experiments.config import UsageError, suggest
+from quasidiag.experiments.runs import Line, read_json, write_json
 
 from . import tasks
 from .contenders import CONTENDERS, OURS, installed
@@ -71,16 +71,18 @@ def run(arguments: argparse.Namespace) -> int:
     contenders = _contenders(
         arguments.contenders, [*CONTENDERS] if arguments.summary else installed()
     )
-    root = options.runs_dir(arguments)
+    only_reads = arguments.dry_run or (arguments.summary and arguments.results is None)
+    root = options.runs_dir(arguments, write=not only_reads)
+    known = {}
     if arguments.results is not None:
-        _restore(Path(arguments.results), Path(root))
+        known = _restore(Path(arguments.results), Path(root), arguments.dry_run)
     if arguments.summary:  # a summary needs neither the data nor the device
         device, data_dir = arguments.device, None
     else:
         device, data_dir = options.device(arguments), options.data_dir(arguments)
     found = {task.dataset: task.dataset for task in chosen}
     if "mnist" in found:
-        found["mnist"] = _raced(Path(root)) if arguments.summary else datasets.digits(data_dir)[0]
+        found["mnist"] = _digits(arguments, Path(root), data_dir)
     plans = [
         Plan(
             task,
@@ -90,6 +92,7 @@ def run(arguments: argparse.Namespace) -> int:
             device,
             tuple(words),
             contenders,
+            known,
             robustness=arguments.robustness,
             extend=not arguments.no_extend,
             data_dir=data_dir,
@@ -104,19 +107,27 @@ def run(arguments: argparse.Namespace) -> int:
         _time(plans, Path(root), deadline)
     elif not arguments.summary:
         code = _run_all(plans, pool.Settings(root, data_dir, deadline), arguments.jobs)
-    _sum_up(plans, Path(root), Path(arguments.out or Path(root) / "race"))
+    results = _summaries(plans, Path(root))
+    if arguments.summary and not results:
+        raise UsageError(
+            f"there are no runs in {root} to sum up at --scale {arguments.scale} --device {device}"
+        )
+    _write(results, Path(arguments.out or Path(root) / "race"))
     return code
 
 
-def _restore(results: Path, root: Path) -> None:
-    """Copy the runs and times of an earlier race from ``results`` into ``root``; those already there are kept."""
+def _restore(results: Path, root: Path, dry_run: bool) -> dict[str, Line]:
+    """Copy the runs and times of an earlier race from ``results`` into ``root``, unless this is a dry run.
+
+    Those already there are kept. Returns the results of the runs, by id.
+    """
     from quasidiag.experiments.export import restore
 
-    count = restore(results / "runs.json.gz", root, tasks.RaceConfig)
-    print(f"{count} runs from {results}", flush=True)
+    known = restore(results / "runs.json.gz", root, tasks.RaceConfig, dry_run)
     times = read_json(results / "timing.json")
-    if times is not None and read_json(root / "race-timing.json") is None:
+    if not dry_run and times is not None and read_json(root / "race-timing.json") is None:
         write_json(root / "race-timing.json", times)
+    return known
 
 
 def _contenders(text: str | None, there: Collection[str]) -> tuple[str, ...]:
@@ -125,6 +136,20 @@ def _contenders(text: str | None, there: Collection[str]) -> tuple[str, ...]:
         if name not in CONTENDERS:
             raise suggest("contender", name, CONTENDERS)
     return tuple(name for name in there if not chosen or name in chosen)
+
+
+def _digits(arguments: argparse.Namespace, root: Path, data_dir: str | None) -> str:
+    """The dataset of digits: MNIST or what stands in for it; a summary takes the one that was used."""
+    if arguments.summary:
+        return _raced(root)
+    if arguments.dry_run:
+        here = data_dir is not None or datasets.cached("mnist")
+        name = "mnist" if here else _raced(root)
+        sentence = datasets.planned(name, data_dir)
+    else:
+        name, sentence = datasets.digits(data_dir)
+    print(f"data: {sentence}", flush=True)
+    return name
 
 
 def _raced(root: Path) -> str:
@@ -171,13 +196,19 @@ def _time(plans: Sequence[Plan], root: Path, deadline: float | None) -> None:
         )
 
 
-def _sum_up(plans: Sequence[Plan], root: Path, out: Path) -> None:
-    from . import summary
+def _summaries(plans: Sequence[Plan], root: Path) -> list[dict[str, Any]]:
+    """The results of each task that has any."""
+    from .summary import summarise
 
     timing = read_json(root / "race-timing.json") or {}
     chosen = timing.get("cpu") or timing.get("cuda")
-    found = [summary.summarise(plan, chosen) for plan in plans]
-    found = [s for s in found if s["contenders"]]
+    return [s for s in (summarise(plan, chosen) for plan in plans) if s["contenders"]]
+
+
+def _write(found: Sequence[dict[str, Any]], out: Path) -> None:
+    """Write and print the tables, and draw the pictures."""
+    from . import summary
+
     summary.write(found, out)
     print((out / "tables.md").read_text())
     try:

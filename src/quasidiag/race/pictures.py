@@ -15,16 +15,17 @@ from quasidiag.experiments.figures import STYLE, _logarithmic
 from .contenders import OURS
 from .timing import elapsed
 
-COLOURS = {
-    OURS: "#b03d00",
-    "AdamW": "#00568a",
-    "Muon": "#00634a",
-    "SGD": "#6f6f6a",
-    "SOAP": "#9b4a83",
-    "PSGD-Kron": "#3d9bd6",
-    "Shampoo": "#c9800a",
-    "SINGD": "#2fa37e",
-    "K-FAC": "#7a5c00",
+#: Colour and line style: no two of similar colour have the same style.
+STYLES: dict[str, tuple[str, Any]] = {
+    OURS: ("#c02c00", "-"),
+    "AdamW": ("#1f4fa3", "-"),
+    "Muon": ("#1d8a3c", "-"),
+    "SGD": ("#7f7f7a", "-"),
+    "SOAP": ("#8a3fa8", "-"),
+    "PSGD-Kron": ("#1aa7c4", (0, (5, 1.5))),
+    "Shampoo": ("#d99a00", (0, (5, 1.5))),
+    "SINGD": ("#d6337c", (0, (3, 1.2, 1, 1.2))),
+    "K-FAC": ("#5e3c1a", (0, (1.2, 1.2))),
 }
 LOSS = {"train_nll": "Training NLL (nats)", "train_error": "Training half squared error"}
 
@@ -87,13 +88,14 @@ def _curves(axis: Axes, summary: dict[str, Any], places: dict[str, list[float]])
         if name not in places:
             continue
         x = places[name][1:]
-        colour = COLOURS[name]
+        colour, style = STYLES[name]
         label = f"{name}, untuned" if name == OURS else f"{name} ({row['lr']:g}, {row['schedule']})"
         axis.plot(
             x,
             row["curve"]["loss"][1:],
             color=colour,
-            lw=2 if name == OURS else 1.2,
+            ls=style,
+            lw=2.8 if name == OURS else 1.4,
             label=label,
             zorder=3 if name == OURS else 2,
         )

@@ -16,7 +16,7 @@ from . import options
 def add_parser(subparsers: Any) -> None:
     """Add the command."""
     parser = subparsers.add_parser("data", help="fetch, check and prepare the datasets")
-    actions = parser.add_subparsers(dest="action", required=True, metavar="ACTION")
+    actions = parser.add_subparsers(dest="action", required=True, metavar="{check,prepare}")
     check = actions.add_parser("check", help="read datasets, fetching what is missing")
     prepare = actions.add_parser(
         "prepare",

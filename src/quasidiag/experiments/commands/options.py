@@ -54,8 +54,9 @@ def add_runs(parser: argparse.ArgumentParser) -> None:
 
 
 def device(arguments: argparse.Namespace) -> str:
-    """The device asked for; raises a UsageError if it is CUDA and there is none."""
-    if arguments.device == "cuda" and not torch.cuda.is_available():
+    """The device asked for; raises a UsageError if it is CUDA and there is none, which a dry run does not mind."""
+    needed = arguments.device == "cuda" and not getattr(arguments, "dry_run", False)
+    if needed and not torch.cuda.is_available():
         raise UsageError("--device cuda: torch sees no CUDA device here")
     return str(arguments.device)
 
@@ -66,10 +67,11 @@ def data_dir(arguments: argparse.Namespace) -> str | None:
     return None if folder is None else str(folder.resolve())
 
 
-def runs_dir(arguments: argparse.Namespace) -> str:
-    """The folder of runs as an absolute path, created if missing and checked to be writable."""
+def runs_dir(arguments: argparse.Namespace, write: bool = True) -> str:
+    """The folder of runs as an absolute path; to ``write`` there, it is created if missing and checked to be writable."""
     path = Path(arguments.runs).expanduser().resolve()
-    _make(path, f"--runs {arguments.runs}")
+    if write:
+        _make(path, f"--runs {arguments.runs}")
     return str(path)
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import time
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -57,11 +58,15 @@ def run(arguments: argparse.Namespace) -> int:
     settings = (*(word for word in arguments.names if "=" in word), *arguments.settings)
     names = [word for word in arguments.names if "=" not in word]
     names = list(tasks.NAMES) if "all" in names else list(dict.fromkeys(names))
-    root, device = options.runs_dir(arguments), options.device(arguments)
-    data_dir = options.data_dir(arguments)
+    root = options.runs_dir(arguments, write=not arguments.dry_run)
+    device, data_dir = options.device(arguments), options.data_dir(arguments)
+    known = {}
     if arguments.export is not None:
-        print(f"{restore(Path(arguments.export), root)} runs from {arguments.export}", flush=True)
-    sweeps = _sweeps(arguments, names, settings, root, device, data_dir)
+        known = restore(Path(arguments.export), root, dry_run=arguments.dry_run)
+    sweeps = [
+        replace(sweep, elsewhere=known)
+        for sweep in _sweeps(arguments, names, settings, root, device, data_dir)
+    ]
     if arguments.dry_run:
         if tasks.TIMING in names:
             print("timing: eight algorithms, interleaved")
@@ -103,7 +108,9 @@ def _sweeps(
     experiments = [tasks.find(name) for name in names if name != tasks.TIMING]
     found: dict[str, str] = {}
     for dataset in dict.fromkeys(experiment.dataset for experiment in experiments):
-        if dataset == "mnist":
+        if arguments.dry_run:
+            found[dataset], sentence = dataset, datasets.planned(dataset, data_dir)
+        elif dataset == "mnist":
             found[dataset], sentence = datasets.digits(data_dir)
         else:
             found[dataset], sentence = dataset, datasets.load(dataset, data_dir).source

@@ -53,7 +53,7 @@ def resolve(arguments: argparse.Namespace) -> Config:
         setting.startswith("gamma=") for setting in arguments.settings
     ):
         config = config.override([f"gamma={known_gamma(config.algorithm)}"])
-    if config.dataset == "mnist":
+    if config.dataset == "mnist" and not arguments.dry_run:
         name, sentence = datasets.digits(options.data_dir(arguments))
         if name != config.dataset:
             print(sentence, file=sys.stderr)
