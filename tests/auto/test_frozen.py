@@ -14,7 +14,9 @@ STEPS, LOSS = 100, 0.5
 
 def digits() -> nn.Sequential:
     torch.manual_seed(0)
-    return nn.Sequential(nn.Linear(64, 50), nn.ReLU(), nn.Linear(50, 50), nn.ReLU(), nn.Linear(50, 10))
+    return nn.Sequential(
+        nn.Linear(64, 50), nn.ReLU(), nn.Linear(50, 50), nn.ReLU(), nn.Linear(50, 10)
+    )
 
 
 @pytest.mark.parametrize(

@@ -18,9 +18,11 @@ Array = npt.NDArray[np.float64]
 def minimiser(linear: Array, quadratic: Array) -> Array:
     r"""The coefficients *c* that minimise :math:`c·\text{linear} + \tfrac12 c^⊤ \text{quadratic}\, c`.
 
-    Zero where the system has no finite solution. A single equation, the usual case, is solved without LAPACK.
+    Zero where the system has no finite solution, and for a direction without curvature, along which there is no minimum. A
+    single equation, the usual case, is solved without LAPACK.
     """
-    scale = np.maximum(quadratic.diagonal(), np.finfo(np.float64).tiny) ** -0.5
+    diagonal = quadratic.diagonal()
+    scale = np.where(diagonal < np.finfo(np.float64).tiny, np.inf, diagonal) ** -0.5
     right = scale * linear
     if len(linear) == 1:
         best: Array = -scale * (right / (quadratic[0] * scale * scale + RIDGE))

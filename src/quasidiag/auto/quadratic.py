@@ -239,14 +239,20 @@ class QuadraticModel:
         """Note in the report the curvature and the promise of a step at a factor of 1, and their usual values.
 
         The curvature is larger than ``form`` says, by 1/``part``, where the loss's least value or a trial shortened the
-        step; the usual curvature is the average of the measured ones.
+        step. The usual curvature is the average of the measured ones. Its lower bound on the damping is no more than the
+        curvatures measured last, or than 1, which is in the order of :math:`δ^⊤ F δ` over :math:`δ^⊤ M δ`: training may
+        begin where the metric is next to nothing, which makes the first measured curvature immense.
         """
         report, weight = self.report, self.report.fresh
         if length > 0:
-            measured = form / length
-            report.curvature = measured / part
-            most = BOUNDS[2] * report.usual or measured  # more is taken for an outlier
-            report.usual += weight * (min(measured, most) - report.usual)
+            report.bare, last = form / length, report.bare
+            report.curvature = report.bare / part
+            most = BOUNDS[2] * report.usual or report.bare  # more is taken for an outlier
+            report.usual += weight * (min(report.bare, most) - report.usual)
+            most = max(last, report.bare, 1.0) / BOUNDS[0]
+            if report.usual > most and last > 0:
+                report.damping *= most / report.usual
+                report.usual = most
         before = report.promise
         report.promise = -0.5 * slope + steep * _gain(self.part(1.0))
         if report.promise > 0:
