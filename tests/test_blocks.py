@@ -29,7 +29,13 @@ def dense(rule: qd.Riemannian, unit: int) -> Tensor:
     """The metric of a unit of the first layer, the bias first."""
     block, state = rule._blocks[0], rule.state
     if rule.reduction == "unitwise":
-        return state[block.home]["block"][unit]
+        full = state[block.home]["block"]
+        if rule.safeguard is None:
+            return full[unit]
+        raw = [full[:, 0, 0], full.diagonal(dim1=1, dim2=2)[:, 1:]]
+        found = safeguarded(raw[0], full[:, 0, 1:], raw[1], *rule.safeguard)
+        more = [(x - y)[unit].flatten() for x, y in zip(found, raw)]
+        return full[unit] + torch.diag(torch.cat(more))
     m00, m0i, mii = block.kept(state)
     assert m00 is not None and mii is not None
     if m0i is None:
@@ -120,5 +126,5 @@ def test_the_safeguard_of_a_convolution_without_bias_goes_by_its_channels(transp
     units = kept.transpose(0, 1) if transposed else kept
     more = 0.1 * units.flatten(1).mean(1) + 0.01 * units.mean()
     expected = units + more.view(-1, 1, 1, 1)
-    (found,) = block._bounded(state)
+    (found,) = block._bounded(block.kept(state))
     torch.testing.assert_close(found, expected.transpose(0, 1) if transposed else expected)

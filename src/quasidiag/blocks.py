@@ -2,7 +2,7 @@
 
 The metric lives in the optimizer's own state: ``state[bias]["m00"]``, ``state[weight]["m0i"]`` and
 ``state[weight]["mii"]``, each in its parameter's shape. They are the moments of ``a - shift``, with the activity ``a`` and
-``state[weight]["shift"]``. There is one class for each reduction.
+``state[weight]["shift"]``. There is one class for each reduction, the unitwise one in :mod:`quasidiag.unitwise`.
 """
 
 from __future__ import annotations
@@ -102,7 +102,7 @@ class DiagonalBlock:
             and kernels.accumulate_(into, a.flatten(0, -2), w.flatten(0, -2), shift, keep, gain)
         ):
             return
-        w, gain = _weights(w, gain, next(m.dtype for m in into if m is not None))
+        w, gain = in_precision(w, gain, next(m.dtype for m in into if m is not None))
         if isinstance(w, Samples) and shift is not None:
             w = w.minus(shift)
         a = in_dtype_of(w, a) if shift is None else in_dtype_of(w, a) - shift
@@ -395,81 +395,6 @@ class QuasiDiagonalBlock(DiagonalBlock):
         return pair[0].reshape(-1), self.adapter.rows(self.module, pair[1])
 
 
-class UnitwiseBlock(DiagonalBlock):
-    """The unitwise reduction: keeps each unit's full block, ``state[weight]["block"]: [units, 1 + n, 1 + n]``."""
-
-    weight: nn.Parameter
-    plain = mixes = False
-
-    @cached_property
-    def kind(self) -> Hashable | None:
-        return None
-
-    def start(self, state: State, a: Tensor, dtype: torch.dtype, identity: bool) -> None:
-        rows = self.adapter.rows(self.module, self.weight)
-        size = rows.shape[1] + (self.bias is not None)
-        eye = float(identity) * torch.eye(size, dtype=dtype, device=rows.device)
-        state[self.home]["updates"] = 0
-        state[self.weight]["block"] = eye.repeat(rows.shape[0], 1, 1)
-
-    def moments(self, state: State) -> Moments:
-        block = state[self.weight]["block"]
-        diagonal = block.diagonal(dim1=1, dim2=2)
-        if self.bias is None:
-            return Moments(None, None, self._unrows(diagonal))
-        return Moments(diagonal[:, 0], self._unrows(block[:, 0, 1:]), self._unrows(diagonal[:, 1:]))
-
-    def accumulate_(
-        self,
-        state: State,
-        module: nn.Module,
-        a: Tensor,
-        w: Tensor,
-        keep: float,
-        gain: float | Tensor,
-    ) -> None:
-        w, gain = _weights(w, gain, state[self.weight]["block"].dtype)
-        block = known_adapter(module).full_block(
-            module, in_dtype_of(w, a), w, self.bias is not None
-        )
-        state[self.weight]["block"].mul_(keep).add_(block, alpha=gain)
-
-    def tidy_(self, state: State) -> None:
-        block = state[self.weight]["block"]
-        block.masked_fill_(block.abs() < smallest(block.dtype), 0.0)
-
-    def solve(
-        self, state: State, gradients: list[Tensor], eps: float, floor: float | None
-    ) -> list[Tensor]:
-        rows = self.adapter.rows(self.module, gradients[-1])
-        v = rows if self.bias is None else torch.cat([gradients[0].unsqueeze(1), rows], dim=1)
-        w = reductions.unitwise(state[self.weight]["block"], v, eps=eps, floor=floor)
-        return [self._unrows(w)] if self.bias is None else [w[:, 0], self._unrows(w[:, 1:])]
-
-    def forms(self, state: State, steps: Sequence[Sequence[Tensor]]) -> Tensor:
-        r"""The matrix of the products :math:`w^⊤ M w'` of all pairs of ``steps``, summed over units."""
-        rows = [self.rows_of(step) for step in steps]
-        w = torch.stack([torch.cat([*(b.unsqueeze(1) for b in w0), wi], 1) for *w0, wi in rows], 2)
-        return (w.mT @ (state[self.weight]["block"] @ w)).sum(0)
-
-    def strength(self, state: State) -> Tensor:
-        """The squared length of a unit's weights in the metric, minimised over its bias; the mean over units."""
-        block = state[self.weight]["block"]
-        rows = self.adapter.rows(self.module, self.weight.detach()).to(block.dtype)
-        n = rows.shape[1]
-        found = torch.einsum("ui,uij,uj->u", rows, block[:, -n:, -n:], rows)
-        if self.bias is not None:
-            bias, mean = block[:, 0, 0], (block[:, 0, 1:] * rows).sum(1)
-            found = found - torch.where(bias > 0, mean.square() / bias, 0.0)
-        return found.mean()
-
-    def descend_(self, state: State, gradients: list[Tensor], rule: Rule) -> bool:
-        return False
-
-    def _unrows(self, rows: Tensor) -> Tensor:
-        return self.adapter.unrows(self.module, rows.contiguous(), self.weight.shape)
-
-
 def stacked(tensors: Sequence[Tensor]) -> Tensor:
     """The tensors stacked along a new first dimension; a single one is not copied."""
     return tensors[0].unsqueeze(0) if len(tensors) == 1 else torch.stack([*tensors])
@@ -481,17 +406,10 @@ def _safeguarded(
     return (m00, mii) if bounds is None else reductions.safeguarded(m00, m0i, mii, *bounds)
 
 
-def _weights(w: Tensor, gain: float | Tensor, dtype: torch.dtype) -> tuple[Tensor, float]:
+def in_precision(w: Tensor, gain: float | Tensor, dtype: torch.dtype) -> tuple[Tensor, float]:
     """``w`` in the metric's precision, and the gain as a number: a gain on the device is multiplied into ``w``."""
     w = w.to(dtype)
     return (w * gain, 1.0) if isinstance(gain, Tensor) else (w, gain)
-
-
-REDUCTIONS: dict[str, type[DiagonalBlock]] = {
-    "quasi-diagonal": QuasiDiagonalBlock,
-    "diagonal": DiagonalBlock,
-    "unitwise": UnitwiseBlock,
-}
 
 
 def _within(decay: float, moments: Tensor) -> Tensor:

@@ -19,11 +19,12 @@ from torch import Tensor
 
 from quasidiag.auto.report import Report
 from quasidiag.auto.stacks import Alone, Stack
-from quasidiag.blocks import DiagonalBlock, QuasiDiagonalBlock, UnitwiseBlock
+from quasidiag.blocks import DiagonalBlock, QuasiDiagonalBlock
 from quasidiag.optimizer import Riemannian
 from quasidiag.reductions import varies
 from quasidiag.sharding import rows_of
 from quasidiag.units import kind_of
+from quasidiag.unitwise import UnitwiseBlock
 
 #: A unit is dead if its ``m00`` (without a bias: the mean of its ``mii``) is at most this part of its layer's mean.
 DEAD = 1e-6

@@ -14,13 +14,14 @@ import torch
 from torch import Generator, Tensor, nn
 
 from quasidiag import root, together, validate
-from quasidiag.blocks import DiagonalBlock, QuasiDiagonalBlock, State, UnitwiseBlock
+from quasidiag.blocks import DiagonalBlock, QuasiDiagonalBlock, State
 from quasidiag.hidden import hidden
 from quasidiag.moments import with_precision
 from quasidiag.optimizer import Riemannian
 from quasidiag.outputs import OutputModel
 from quasidiag.sharding import is_sharded
 from quasidiag.sums import dtype_of
+from quasidiag.unitwise import UnitwiseBlock
 
 
 class Langevin(Riemannian):

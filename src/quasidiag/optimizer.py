@@ -83,7 +83,7 @@ class Riemannian(Saved):
         averaged: whether ``step="auto"`` leaves the model at an average of its recent parameters between two steps
             (:mod:`quasidiag.auto.rest`), the default; training itself is the same either way.
         safeguard: bounds on the metric relative to the mean of its unit and of its layer
-            (:func:`quasidiag.reductions.safeguarded`), except unitwise; by default only with ``step="auto"``.
+            (:func:`quasidiag.reductions.safeguarded`); by default only with ``step="auto"``.
         loss_reduction: without a criterion, whether the loss is a ``"mean"`` or a ``"sum"`` over the batch.
         loss_scale: without a criterion, what the loss is multiplied by before its backward pass, and gradients are divided
             by before the step: a number, or a function such as ``torch.amp.GradScaler.get_scale``.

@@ -12,10 +12,11 @@ from typing import Any, NamedTuple
 
 from torch import Size, Tensor, nn
 
-from quasidiag.blocks import REDUCTIONS, DiagonalBlock, QuasiDiagonalBlock, UnitwiseBlock
+from quasidiag.blocks import DiagonalBlock, QuasiDiagonalBlock
 from quasidiag.layers.base import Adapter, adapter_of, known_adapter
 from quasidiag.layers.composite import BiasPart, Composite, Part
 from quasidiag.sharing import BiasView, ReducedView, SampleView, reducible
+from quasidiag.unitwise import REDUCTIONS, UnitwiseBlock
 
 
 class Layer(NamedTuple):

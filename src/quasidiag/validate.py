@@ -10,11 +10,11 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from quasidiag.blocks import REDUCTIONS
 from quasidiag.callers import outside
 from quasidiag.metrics import METRICS
 from quasidiag.outputs import OutputModel
 from quasidiag.sharing import SHARINGS
+from quasidiag.unitwise import REDUCTIONS
 
 #: The output model to use in place of each usual loss.
 INSTEAD = {

@@ -29,7 +29,8 @@ from quasidiag.auto.proportions import (
     weights,
 )
 from quasidiag.auto.proposal import FEWEST, MOST, PART, reach
-from quasidiag.blocks import DiagonalBlock, UnitwiseBlock
+from quasidiag.blocks import DiagonalBlock
+from quasidiag.unitwise import UnitwiseBlock
 
 
 def trained(model: nn.Module, steps: int = 3, late: bool = False, **options: Any) -> qd.Riemannian:
@@ -90,15 +91,15 @@ def test_the_unitwise_metric_has_them_too(bias: bool) -> None:
     model = nn.Sequential(nn.Linear(5, 7, bias=bias), nn.Tanh(), nn.Linear(7, 3)).double()
     optimizer = trained(model, reduction="unitwise")
     first = optimizer._blocks[0]
+    assert isinstance(first, UnitwiseBlock)
     expected = []
-    for w, matrix in zip(first.weight.detach(), optimizer.state[first.weight]["block"]):
+    for w, matrix in zip(first.weight.detach(), first._guarded(optimizer.state)):
         whole = w @ matrix[-5:, -5:] @ w
         if bias:
             best = -(matrix[0, 1:] @ w) / matrix[0, 0]
             row = torch.cat([best.unsqueeze(0), w])
             whole = row @ matrix @ row
         expected.append(float(whole))
-    assert isinstance(first, UnitwiseBlock)
     assert float(first.strength(optimizer.state)) == pytest.approx(sum(expected) / 7)
 
 

@@ -17,10 +17,11 @@ from quasidiag.auto import orthogonal
 from quasidiag.auto.directions import Direction, mean
 from quasidiag.auto.proportions import power, proportions, shares, strengths, weights
 from quasidiag.auto.stacks import Stack
-from quasidiag.blocks import DiagonalBlock, UnitwiseBlock
+from quasidiag.blocks import DiagonalBlock
 from quasidiag.moments import cast
 from quasidiag.root import Root
 from quasidiag.sums import dtype_of
+from quasidiag.unitwise import UnitwiseBlock
 
 if TYPE_CHECKING:
     from quasidiag.optimizer import Riemannian

@@ -12,10 +12,11 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from quasidiag.blocks import DiagonalBlock, State, UnitwiseBlock, stacked
+from quasidiag.blocks import DiagonalBlock, State, stacked
 from quasidiag.moments import cast
 from quasidiag.root import Root
 from quasidiag.sums import dtype_of
+from quasidiag.unitwise import UnitwiseBlock
 
 #: Larger layers stay alone unless ``foreach`` is ``True``: copying them would take longer than calls of their own.
 LARGEST = {"cpu": 2**14, "cuda": 2**22}
