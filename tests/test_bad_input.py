@@ -74,6 +74,8 @@ def test_negative_or_non_finite_hyperparameters(name: str, value: float) -> None
         {"reduction": "full"},
         {"samples": 0},
         {"samples": 1.5},
+        {"seed": "x"},
+        {"seed": None},
         {"metric_every": 0},
         {"metric_fraction": 0.0},
         {"metric_fraction": 1.5},

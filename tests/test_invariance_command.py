@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -80,7 +82,8 @@ def test_what_does_not_train_is_a_failure(capsys: pytest.CaptureFixture[str]) ->
         ([*ONLY, "torch.optim:Nothing"], "cannot import"),
         ([*ONLY, "no_such_package:Adam"], "cannot import"),
         ([*ONLY, "torch.nn:Linear"], "not a torch.optim.Optimizer"),
-        ([*ONLY, "torch.optim:SGD", "speed=1"], "does not take these options"),
+        ([*ONLY, "torch.optim:SGD", "speed=1"], "cannot be made with these options"),
+        ([*ONLY, "torch.optim:LBFGS"], "torch.optim:LBFGS fails: TypeError"),
         (["invariance", "--only"], "about an --optimizer"),
         (["invariance", "--steps", "0"], "at least 1"),
         (["invariance", "--plot", "x.foo"], "unknown kind of picture 'foo'"),
@@ -96,6 +99,16 @@ def test_wrong_usage(
     monkeypatch.setattr(invariance_command, "OPTIMIZERS", {})  # no time for those
     assert main(arguments) == 2
     assert message in capsys.readouterr().err
+
+
+def test_an_optimizer_in_the_working_directory(tmp_path: Path) -> None:
+    """Of the installed command, which does not look there by itself."""
+    (tmp_path / "of_mine.py").write_text("from torch.optim import SGD as Mine")
+    command = Path(sys.executable).with_name("quasidiag")
+    arguments = [*ONLY, "of_mine:Mine", "lr=0.1", "--steps", "2"]
+    done = subprocess.run([command, *arguments], cwd=tmp_path, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    assert "of_mine:Mine" in done.stdout
 
 
 @pytest.mark.parametrize(

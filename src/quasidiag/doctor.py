@@ -12,11 +12,8 @@ import importlib
 import inspect
 import os
 import runpy
-import sys
-import traceback
 import warnings
 from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass
 from types import SimpleNamespace
 from typing import Any
@@ -29,6 +26,7 @@ from quasidiag.blocks import QuasiDiagonalBlock
 from quasidiag.experiments.config import UsageError
 from quasidiag.layers.base import adapter_of
 from quasidiag.units import find_units, kind_of
+from quasidiag.user_code import blamed, found_from
 
 
 @dataclass(frozen=True)
@@ -126,7 +124,7 @@ def _why_not(module: nn.Module) -> str:
 def load(place: str) -> nn.Module:
     """The model at an import path or in a file."""
     path, _, name = place.partition(":")
-    with _found_from(path), _blamed(path):
+    with found_from(path), blamed(path):
         model = _made(_named(path, name, place), place)
     if shapeless := [name for name, p in model.named_parameters() if is_lazy(p)]:
         raise UsageError(
@@ -169,31 +167,3 @@ def _made(model: Any, place: str) -> nn.Module:
     if not isinstance(model, nn.Module):
         raise UsageError(f"{place} gives a {type(model).__name__}, not a module")
     return model
-
-
-@contextmanager
-def _found_from(path: str) -> Iterator[None]:
-    """Import modules from the working directory too, and first from the folder of a file, as when Python runs it."""
-    before = sys.path
-    beside = [os.path.dirname(os.path.abspath(path))] if path.endswith(".py") else []
-    sys.path = [*beside, os.getcwd(), *before]
-    try:
-        yield
-    finally:
-        sys.path = before
-
-
-@contextmanager
-def _blamed(path: str) -> Iterator[None]:
-    """Report an error in the user's code as a usage error of one line."""
-    try:
-        yield
-    except UsageError:
-        raise
-    except ImportError as error:
-        raise UsageError(f"cannot import {path!r}: {error}") from error
-    except (Exception, SystemExit) as error:
-        lines = [f.lineno for f in traceback.extract_tb(error.__traceback__) if f.filename == path]
-        where = f" (line {lines[-1]})" if lines else ""
-        said = next(iter(str(error).splitlines()), "")
-        raise UsageError(f"{path} fails: {type(error).__name__}: {said}{where}") from error

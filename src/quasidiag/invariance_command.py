@@ -30,6 +30,7 @@ from quasidiag import invariance
 from quasidiag.experiments import progress
 from quasidiag.experiments.commands import options as shared
 from quasidiag.experiments.config import UsageError
+from quasidiag.user_code import blamed, found_from
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -108,10 +109,11 @@ def run(arguments: argparse.Namespace) -> int:
         raise UsageError("--only and KEY=VALUE are about an --optimizer MODULE:CLASS")
     drifts: dict[str, dict[str, invariance.Drift]] = {}
     for name, make in makers.items():
-        drifts[name] = {
-            change: measure(make, change, arguments.steps, arguments.seed)
-            for change in invariance.CHANGES
-        }
+        with blamed(name):
+            drifts[name] = {
+                change: measure(make, change, arguments.steps, arguments.seed)
+                for change in invariance.CHANGES
+            }
     table = {name: {c: relative(d) for c, d in row.items()} for name, row in drifts.items()}
     show(table)
     if arguments.json is not None:
@@ -136,7 +138,8 @@ def given(path: str, settings: dict[str, Any]) -> Make:
     """A function that makes the optimizer at an import path, from the model if it is quasidiag's, else its parameters."""
     module_name, _, name = path.partition(":")
     try:
-        kind = getattr(importlib.import_module(module_name), name)
+        with found_from(module_name):
+            kind = getattr(importlib.import_module(module_name), name)
     except (ImportError, AttributeError, ValueError) as error:
         raise UsageError(
             f"cannot import an optimizer from {path!r} (such as torch.optim:Adam): {error}"
@@ -152,7 +155,7 @@ def given(path: str, settings: dict[str, Any]) -> Make:
                 return plain(net, loss, **settings)
             return plain(net.parameters(), **settings)
         except (TypeError, ValueError) as error:
-            raise UsageError(f"{path} does not take these options: {error}") from error
+            raise UsageError(f"{path} cannot be made with these options: {error}") from error
 
     return make
 

@@ -51,8 +51,8 @@ class Riemannian(Saved):
         criterion: an output model (:mod:`quasidiag.outputs`). Without one, only the outer product metric can be used, and
             the loss may be any that is a mean (or sum, see ``loss_reduction``) over the batch.
         lr: the step size :math:`η`, a number or a tensor. If it is left out, ``step`` is ``"auto"``.
-        step: ``"fixed"``, or ``"auto"``: the length comes from the quadratic model of the loss
-            (:mod:`quasidiag.auto`), nothing needs tuning, and ``lr`` is a factor (1 by default) that schedulers may lower.
+        step: ``"fixed"``, or ``"auto"``: the length comes from a quadratic model of the loss (:mod:`quasidiag.auto`), nothing is
+            to be tuned, and ``lr`` is a factor (1 by default) that schedulers may lower.
         metric: ``"outer-product"``, ``"monte-carlo"``, ``"exact"`` or ``"backpropagated"`` (:mod:`quasidiag.metrics`); by
             default the first, or the second with ``step="auto"``.
         reduction: ``"quasi-diagonal"``, ``"diagonal"`` or ``"unitwise"``.
@@ -159,6 +159,7 @@ class Riemannian(Saved):
             loss_reduction=loss_reduction,
             nonfinite=nonfinite,
             samples=samples,
+            seed=seed,
             step_fraction=step_fraction,
             **chosen._asdict(),
         )
@@ -170,12 +171,11 @@ class Riemannian(Saved):
         elif averaged:
             raise ValueError("only step='auto' averages where its steps led")
         validate.criterion(criterion, chosen.metric, loss_reduction)
-        self.auto = Report() if step == "auto" else None
-        given = safeguard != "default"
-        self.safeguard = validate.safeguard(safeguard) if given else chosen.safeguard
+        bounds = chosen.safeguard if safeguard == "default" else safeguard
+        self.auto, self.safeguard = Report() if step == "auto" else None, validate.safeguard(bounds)
         self.metric, self.metric_start = chosen.metric, chosen.metric_start
-        self.orthogonal, self.averaged = chosen.orthogonal, chosen.averaged
         self.metric_every, self.step_every = chosen.metric_every, chosen.step_every
+        self.orthogonal, self.averaged = chosen.orthogonal, chosen.averaged
         self.model, self.criterion, self.reduction = model, criterion, reduction
         self.metric_fraction, self.step_fraction = chosen.metric_fraction, step_fraction
         self.samples, self.seed, self.sharing, self.foreach = samples, seed, chosen.sharing, foreach
