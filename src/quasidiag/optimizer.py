@@ -51,8 +51,8 @@ class Riemannian(Saved):
         criterion: an output model (:mod:`quasidiag.outputs`). Without one, only the outer product metric can be used, and
             the loss may be any that is a mean (or sum, see ``loss_reduction``) over the batch.
         lr: the step size :math:`η`, a number or a tensor. If it is left out, ``step`` is ``"auto"``.
-        step: ``"fixed"``, or ``"auto"``: the length comes from a quadratic model of the loss (:mod:`quasidiag.auto`), nothing is
-            to be tuned, and ``lr`` is a factor (1 by default) that schedulers may lower.
+        step: ``"fixed"``, or ``"auto"``: the length comes by a quadratic model of the loss (:mod:`quasidiag.auto`), nothing
+            needs tuning, and ``lr`` is a factor (1 by default) that schedulers may lower.
         metric: ``"outer-product"``, ``"monte-carlo"``, ``"exact"`` or ``"backpropagated"`` (:mod:`quasidiag.metrics`); by
             default the first, or the second with ``step="auto"``.
         reduction: ``"quasi-diagonal"``, ``"diagonal"`` or ``"unitwise"``.
