@@ -51,7 +51,7 @@ class Riemannian(Saved):
         criterion: an output model (:mod:`quasidiag.outputs`). Without one, only the outer product metric can be used, and
             the loss may be any that is a mean (or sum, see ``loss_reduction``) over the batch.
         lr: the step size :math:`η`, a number or a tensor. If it is left out, ``step`` is ``"auto"``.
-        step: ``"fixed"``, or ``"auto"``: the length comes by a quadratic model of the loss (:mod:`quasidiag.auto`), nothing
+        step: ``"fixed"``, or ``"auto"``: the length comes from a model of the loss (:mod:`quasidiag.auto`), nothing
             needs tuning, and ``lr`` is a factor (1 by default) that schedulers may lower.
         metric: ``"outer-product"``, ``"monte-carlo"``, ``"exact"`` or ``"backpropagated"`` (:mod:`quasidiag.metrics`); by
             default the first, or the second with ``step="auto"``.
