@@ -191,3 +191,11 @@ def test_tensorboard(tmp_path: Path) -> None:
     with tensorboard.SummaryWriter(tmp_path) as writer:
         qd.diagnostics(optimizer).log(writer, 7)
     assert list(tmp_path.iterdir())
+
+
+def test_unitwise_entries_are_those_of_the_solve() -> None:
+    """With the safeguards, nothing is floored but what never varied."""
+    _, optimizer = trained(4, reduction="unitwise")
+    _, bare = trained(4, reduction="unitwise", safeguard=None)
+    for layer, raw in zip(qd.diagnostics(optimizer).layers, qd.diagnostics(bare).layers):
+        assert layer.condition < raw.condition and layer.floored <= raw.floored

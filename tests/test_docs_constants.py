@@ -1,4 +1,4 @@
-"""docs/auto-details.md has a table of constants: each value is the source's, and none is missing."""
+"""docs/auto-details.md has a table of constants: each value is the source's, and of a file that is in it none is missing."""
 
 from __future__ import annotations
 

@@ -81,6 +81,7 @@ def test_what_does_not_train_is_a_failure(capsys: pytest.CaptureFixture[str]) ->
     [
         ([*ONLY, "torch.optim:Nothing"], "cannot import"),
         ([*ONLY, "no_such_package:Adam"], "cannot import"),
+        ([*ONLY, "torch.optim"], "expected MODULE:CLASS"),
         ([*ONLY, "torch.nn:Linear"], "not a torch.optim.Optimizer"),
         ([*ONLY, "torch.optim:SGD", "speed=1"], "cannot be made with these options"),
         ([*ONLY, "torch.optim:LBFGS"], "torch.optim:LBFGS fails: TypeError"),

@@ -309,6 +309,19 @@ def test_groups_have_priors_of_their_own() -> None:
     assert optimizer._precision(model[2].bias) == 1 / 10
 
 
+@pytest.mark.parametrize("frozen", [False, True])
+@pytest.mark.parametrize("reduction", ["quasi-diagonal", "diagonal", "unitwise"])
+def test_a_safeguard_counts_in_each_reduction(reduction: str, frozen: bool) -> None:
+    found = []
+    for safeguard in (None, (10.0, 10.0, 10.0)):
+        model, criterion, optimizer = network(reduction, safeguard=safeguard, temperature=0.0)
+        model[0].bias.requires_grad_(not frozen)
+        for seed in range(3):
+            step(model, criterion, optimizer, seed)
+        found.append(model[0].weight.detach())
+    assert (found[0] - found[1]).abs().max() > 1e-3
+
+
 def test_the_prior_of_a_lookup_table_does_not_depend_on_its_size() -> None:
     """A sample sees one of its rows, as a unit with one input does."""
     model = nn.Sequential(nn.Embedding(50, 4), nn.Flatten(), nn.Linear(4, 2), nn.LayerNorm(2))

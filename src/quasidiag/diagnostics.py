@@ -235,7 +235,7 @@ def _quasi_diagonal(block: QuasiDiagonalBlock, state: Any, eps: float, floor: fl
 
 def _unitwise(block: UnitwiseBlock, state: Any, eps: float, floor: float) -> _Entries:
     kept = state[block.weight]["block"]
-    values = torch.linalg.eigvalsh(kept) + eps
+    values = torch.linalg.eigvalsh(block._guarded(state)) + eps
     unit = kept.shape[-1] * torch.finfo(kept.dtype).eps
     bounded = (values <= unit * values[:, -1:]) | (values < floor)
     diagonal = kept.diagonal(dim1=1, dim2=2)

@@ -109,7 +109,7 @@ def run(arguments: argparse.Namespace) -> int:
         raise UsageError("--only and KEY=VALUE are about an --optimizer MODULE:CLASS")
     drifts: dict[str, dict[str, invariance.Drift]] = {}
     for name, make in makers.items():
-        with blamed(name):
+        with found_from(name.partition(":")[0]), blamed(name):
             drifts[name] = {
                 change: measure(make, change, arguments.steps, arguments.seed)
                 for change in invariance.CHANGES
@@ -137,13 +137,12 @@ def run(arguments: argparse.Namespace) -> int:
 def given(path: str, settings: dict[str, Any]) -> Make:
     """A function that makes the optimizer at an import path, from the model if it is quasidiag's, else its parameters."""
     module_name, _, name = path.partition(":")
-    try:
-        with found_from(module_name):
-            kind = getattr(importlib.import_module(module_name), name)
-    except (ImportError, AttributeError, ValueError) as error:
-        raise UsageError(
-            f"cannot import an optimizer from {path!r} (such as torch.optim:Adam): {error}"
-        ) from error
+    if not (module_name and name):
+        raise UsageError(f"expected MODULE:CLASS, such as torch.optim:Adam, not {path!r}")
+    with found_from(module_name), blamed(path):
+        kind = getattr(importlib.import_module(module_name), name, None)
+    if kind is None:
+        raise UsageError(f"cannot import {path!r}: {module_name} has no {name}")
     if not (isinstance(kind, type) and issubclass(kind, Optimizer)):
         raise UsageError(f"{path} is not a torch.optim.Optimizer")
     plain: Any = kind

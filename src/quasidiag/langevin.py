@@ -151,10 +151,7 @@ class Langevin(Riemannian):
         return block.like(half.step(u - self._strength(block.home) * noise(u)))
 
     def _diagonal_of(self, block: DiagonalBlock) -> list[Tensor]:
-        if type(block) is DiagonalBlock:
-            return block._bounded(block.kept(self.state))
-        m00, _, mii = block.moments(self.state)
-        return [m for m in (m00, mii) if m is not None]
+        return block._bounded(block.moments(self.state))
 
     def _alone(self, parameter: nn.Parameter, metric: Tensor, noise: _Noise) -> Tensor:
         v = self._gradient(parameter)
@@ -206,7 +203,7 @@ def root_of(
 ) -> root.Root | Cholesky:
     """The root of a block's metric with the precisions ``prior`` (of bias and weights) added to its diagonal."""
     if isinstance(block, UnitwiseBlock):
-        full = state[block.weight]["block"].clone()
+        full = block._guarded(state).clone()
         diagonal = full.diagonal(dim1=1, dim2=2)
         diagonal.add_(prior[-1])
         if block.bias is not None:

@@ -77,7 +77,7 @@ class Saved(Optimizer):
                     self.state[parameter][key] = value.to(parameter.device, copy=True)
         report = state_dict.get("auto") or Report.read(self.param_groups[0].get("report"))
         if self.auto is not None and report:
-            vars(self.auto).update(report)
+            vars(self.auto).update({**asdict(Report()), **report})
         self._count(state_dict.get("steps", self.param_groups[0].get("steps", 0)))
         self._group = {p: group for group in self.param_groups for p in group["params"]}
         self._stacks = Stacks()  # which layers are alike depends on their state

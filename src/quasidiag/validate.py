@@ -67,8 +67,8 @@ def options(**given: Any) -> None:
     one_of("loss_reduction", given["loss_reduction"], ("mean", "sum"))
     one_of("nonfinite", given["nonfinite"], ("skip", "raise"))
     whole("samples", given["samples"])
-    if not isinstance(given["seed"], int):
-        raise ValueError(f"seed must be a whole number, not {given['seed']!r}")
+    if not isinstance(given["seed"], int) or isinstance(given["seed"], bool):
+        raise ValueError(f"seed must be an int, not {given['seed']!r}")
     for name in ("metric_every", "step_every"):
         if given[name] is not None:
             whole(name, given[name])

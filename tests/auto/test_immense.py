@@ -44,7 +44,7 @@ def test_huge_inputs_are_trained_on() -> None:
     assert trained(model, 3e4 * x, t, 150) < 10.0
 
 
-@pytest.mark.parametrize("times", [10, 30])
+@pytest.mark.parametrize("times", [10, 30, 100])
 def test_a_confident_network_learns_other_labels(times: int) -> None:
     """Draws from its own distribution are then what it predicts, and have no derivatives."""
     x, t = digits()

@@ -33,7 +33,8 @@ from quasidiag.strata import FEW
 #: Weight of the old average of the quadratic forms when a new measurement, of a share of a minibatch, enters (a power of it
 #: if more than ``MODEL`` steps lie between). Until the first steps are over, the old average counts for ``MORE`` times the
 #: new one at most: a sharp place that was left behind (its steps were undone, say) would else shorten dozens of steps.
-FORMS, MORE = 0.5, 5.0
+#: So it does later if that makes less than ``FALLEN`` of it, which is no noise.
+FORMS, MORE, FALLEN = 0.5, 5.0, 1e-3
 #: Unless ``step_fraction`` is given, that share is ``SHARE``, and ``MOST`` terms at most; in any case it is ``FEWEST`` terms
 #: at least, if there are as many. Where samples are chosen by how much they matter (:mod:`quasidiag.strata`), the share is
 #: ``EIGHTH``, and such a part also tries steps.
@@ -306,8 +307,9 @@ class QuadraticModel:
         age = max(1.0, self.report.stride / MODEL)
         keep = FORMS**age if known.keys() == fresh.keys() else 0.0
         if all(map(math.isfinite, fresh.values())):
-            early = keep and self.report.steps < WARM_UP
-            old = keep * _ratio(known, fresh, names) if early else keep
+            ratio = _ratio(known, fresh, names) if keep else 1.0
+            fallen = self.report.steps < WARM_UP or ratio < FALLEN
+            old = keep * ratio if fallen else keep
             kept = {name: old * known.get(name, x) + (1 - keep) * x for name, x in fresh.items()}
             self.report.forms = kept
         else:

@@ -8,6 +8,7 @@ statistics) and the random state are not changed.
 from __future__ import annotations
 
 import math
+import os
 import threading
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, ExitStack, nullcontext
@@ -32,7 +33,17 @@ Moved = tuple[Tensor, Tensor, list[Tensor]]
 #: takes as long as a hundred steps of a small network), with plain kernels as well, by differences.
 WAYS = "fast", "decomposed", "plain", "differences"
 #: Forward mode has one level for all threads of a process: a second one that enters it meanwhile gets an error.
-LEVEL = threading.Lock()
+LEVEL = threading.RLock()
+
+
+def _renew() -> None:
+    """In a forked process, whoever held the lock is gone."""
+    global LEVEL
+    LEVEL = threading.RLock()
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_renew)
 
 
 class Rerun:
