@@ -130,7 +130,8 @@ class Langevin(Riemannian):
                 yield from zip(block.parameters, self._in_block(block, noise))
                 continue
             if moving:
-                metric = dict(zip(block.parameters, self._diagonal_of(block)))
+                diagonal = block._bounded(block.moments(self.state))
+                metric = dict(zip(block.parameters, diagonal))
                 yield from ((p, self._alone(p, metric[p], noise)) for p in moving)
         fishers = {} if self.criterion is None else self.criterion.parameter_fisher()
         for p, fisher in fishers.items():
@@ -149,9 +150,6 @@ class Langevin(Riemannian):
         half = root_of(block, self.state, [self._precision(p) for p in block.parameters])
         u = half.gradient(v)
         return block.like(half.step(u - self._strength(block.home) * noise(u)))
-
-    def _diagonal_of(self, block: DiagonalBlock) -> list[Tensor]:
-        return block._bounded(block.moments(self.state))
 
     def _alone(self, parameter: nn.Parameter, metric: Tensor, noise: _Noise) -> Tensor:
         v = self._gradient(parameter)

@@ -171,11 +171,11 @@ class Riemannian(Saved):
         elif averaged:
             raise ValueError("only step='auto' averages where its steps led")
         validate.criterion(criterion, chosen.metric, loss_reduction)
-        bounds = chosen.safeguard if safeguard == "default" else safeguard
-        self.auto, self.safeguard = Report() if step == "auto" else None, validate.safeguard(bounds)
+        self.auto = Report() if step == "auto" else None
+        self.safeguard = validate.safeguard(safeguard, chosen.safeguard)
         self.metric, self.metric_start = chosen.metric, chosen.metric_start
-        self.metric_every, self.step_every = chosen.metric_every, chosen.step_every
         self.orthogonal, self.averaged = chosen.orthogonal, chosen.averaged
+        self.metric_every, self.step_every = chosen.metric_every, chosen.step_every
         self.model, self.criterion, self.reduction = model, criterion, reduction
         self.metric_fraction, self.step_fraction = chosen.metric_fraction, step_fraction
         self.samples, self.seed, self.sharing, self.foreach = samples, seed, chosen.sharing, foreach

@@ -16,7 +16,13 @@ from quasidiag.blocks import DiagonalBlock, QuasiDiagonalBlock
 from quasidiag.layers.base import Adapter, adapter_of, known_adapter
 from quasidiag.layers.composite import BiasPart, Composite, Part
 from quasidiag.sharing import BiasView, ReducedView, SampleView, reducible
-from quasidiag.unitwise import REDUCTIONS, UnitwiseBlock
+from quasidiag.unitwise import UnitwiseBlock
+
+REDUCTIONS: dict[str, type[DiagonalBlock]] = {
+    "quasi-diagonal": QuasiDiagonalBlock,
+    "diagonal": DiagonalBlock,
+    "unitwise": UnitwiseBlock,
+}
 
 
 class Layer(NamedTuple):

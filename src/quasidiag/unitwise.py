@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from quasidiag import reductions
-from quasidiag.blocks import DiagonalBlock, QuasiDiagonalBlock, State, in_precision
+from quasidiag.blocks import DiagonalBlock, State, in_precision
 from quasidiag.kernels.rule import Rule
 from quasidiag.layers.base import in_dtype_of, known_adapter
 from quasidiag.moments import Moments, smallest
@@ -88,26 +88,18 @@ class UnitwiseBlock(DiagonalBlock):
         block = state[self.weight]["block"]
         if self.safeguard is None:
             return block
-        diagonal = block.diagonal(dim1=1, dim2=2)
+        raw = block.diagonal(dim1=1, dim2=2)
         if self.bias is None:
-            unit, layer, _ = self.safeguard
-            mean = diagonal.mean(1, keepdim=True)
-            more = (unit * mean + layer * mean.mean()).expand_as(diagonal)
+            (weight,) = self._bounded(self.moments(state))
+            bounded = self.adapter.rows(self.module, weight)
         else:
-            raw = diagonal[:, 0], diagonal[:, 1:]
-            m00, mii = reductions.safeguarded(raw[0], block[:, 0, 1:], raw[1], *self.safeguard)
-            more = torch.cat([(m00 - raw[0]).unsqueeze(1), mii - raw[1]], dim=1)
-        return block + torch.diag_embed(more)
+            m00, mii = raw[:, 0], raw[:, 1:]
+            m00, mii = reductions.safeguarded(m00, block[:, 0, 1:], mii, *self.safeguard)
+            bounded = torch.cat([m00.unsqueeze(1), mii], dim=1)
+        return block + torch.diag_embed(bounded - raw)
 
     def descend_(self, state: State, gradients: list[Tensor], rule: Rule) -> bool:
         return False
 
     def _unrows(self, rows: Tensor) -> Tensor:
         return self.adapter.unrows(self.module, rows.contiguous(), self.weight.shape)
-
-
-REDUCTIONS: dict[str, type[DiagonalBlock]] = {
-    "quasi-diagonal": QuasiDiagonalBlock,
-    "diagonal": DiagonalBlock,
-    "unitwise": UnitwiseBlock,
-}

@@ -14,7 +14,7 @@ from quasidiag.callers import outside
 from quasidiag.metrics import METRICS
 from quasidiag.outputs import OutputModel
 from quasidiag.sharing import SHARINGS
-from quasidiag.unitwise import REDUCTIONS
+from quasidiag.units import REDUCTIONS
 
 #: The output model to use in place of each usual loss.
 INSTEAD = {
@@ -135,10 +135,12 @@ def fraction(name: str, value: float) -> None:
         raise ValueError(f"{name} must be in (0, 1], not {value!r}")
 
 
-def safeguard(value: Any) -> tuple[float, float, float] | None:
-    """The three bounds as a tuple, or ``None``; raises if ``value`` is neither."""
-    if value is None:
-        return None
+def safeguard(
+    value: Any, default: tuple[float, float, float] | None
+) -> tuple[float, float, float] | None:
+    """The three bounds as a tuple, or ``None``; raises if ``value`` is neither, nor ``"default"``."""
+    if value is None or value == "default":
+        return default if value else None
     bounds = tuple(value) if isinstance(value, (tuple, list)) else ()
     if len(bounds) != 3 or not all(
         isinstance(b, (int, float)) and 0 <= b < math.inf for b in bounds

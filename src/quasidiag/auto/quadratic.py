@@ -250,10 +250,10 @@ class QuadraticModel:
             report.curvature = report.bare / part
             most = BOUNDS[2] * report.usual or report.bare  # more is taken for an outlier
             report.usual += weight * (min(report.bare, most) - report.usual)
-            most = max(last, report.bare, 1.0) / BOUNDS[0]
-            if report.usual > most and last > 0:
-                report.damping *= most / report.usual
-                report.usual = most
+            highest = max(last, report.bare, 1.0) / BOUNDS[0]
+            if report.usual > highest and last > 0:
+                report.damping *= highest / report.usual
+                report.usual = highest
         before = report.promise
         report.promise = -0.5 * slope + steep * _gain(self.part(1.0))
         if report.promise > 0:

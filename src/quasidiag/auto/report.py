@@ -57,7 +57,7 @@ class Report:
         length: Squared length :math:`δ^⊤ M δ` of the last measured step in the metric; 0 after steps were undone.
         curvature: Curvature :math:`δ^⊤ F δ / δ^⊤ M δ` of the loss along the last measured step, weight decay included; more
             where the loss's least value or a trial made the step shorter.
-        bare: The same as measured, without that more.
+        bare: That curvature before it is made more.
         usual: Average of the curvatures as measured, outliers cut, to which the bounds of the damping are relative.
         steps: Number of steps taken so far; a call of ``step()`` that only undoes others is none.
         retreats: Number of times that steps were undone.
